@@ -1,0 +1,1 @@
+"""P-EAGLE parallel-drafting speculative decoding in JAX."""

@@ -1,0 +1,1 @@
+"""Training of P-EAGLE and EAGLE-3 drafters."""
