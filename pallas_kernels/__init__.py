@@ -1,1 +1,6 @@
 """Pallas kernels of P-EAGLE, one folder each, with the jnp reference that defines them."""
+
+from pallas_kernels.dispatch import Implementation as Implementation
+from pallas_kernels.dispatch import KernelSharding as KernelSharding
+from pallas_kernels.fill_hidden import fill_hidden as fill_hidden
+from pallas_kernels.fill_hidden import fill_hidden_tile as fill_hidden_tile

@@ -1,0 +1,111 @@
+"""Launch parameters of every kernel: one table, by kernel, shape class and GPU.
+
+A row under "any" serves every GPU without a row of its own. Rows are found on a machine with the GPU
+by `python -m benchmarks.kernels --tune KERNEL`, which prints them in this form. A shape class is a
+short word that the kernel's own wrapper derives from the static shapes, so that no array is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+import jax
+
+from pallas_kernels.devices import find_device, get_device
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How one kernel is launched.
+
+    Attributes:
+      num_warps: warps (of 32 threads) in each block.
+      num_stages: depth of Triton's software pipeline for loads in loops.
+      blocks: block sizes by the name that the kernel gives them, each a power of two.
+    """
+
+    num_warps: int
+    num_stages: int
+    blocks: Mapping[str, int]
+
+    def __post_init__(self):
+        for name, value in {**self.blocks, "num_warps": self.num_warps}.items():
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"launch parameter {name}={value} must be a power of two")
+
+
+# kernel -> shape class -> GPU ("any" for all others) -> parameters
+TABLE: dict[str, dict[str, dict[str, Launch]]] = {
+    "expand_batch": {
+        # Rows of one request: K+1 verified rows become 2K draft rows, or a whole prompt chunk.
+        "short": {"any": Launch(num_warps=1, num_stages=1, blocks={"rows": 32})},
+        "long": {"any": Launch(num_warps=4, num_stages=1, blocks={"rows": 256})},
+    },
+    "fill_hidden": {
+        # A block moves `rows` rows, `width` columns at a time.
+        "few_rows": {"any": Launch(num_warps=4, num_stages=1, blocks={"rows": 1, "width": 1024})},
+        "many_rows": {"any": Launch(num_warps=4, num_stages=1, blocks={"rows": 4, "width": 1024})},
+    },
+}
+
+
+_target: contextvars.ContextVar[str | None] = contextvars.ContextVar("target", default=None)
+_overrides: contextvars.ContextVar[Mapping[str, Launch]] = contextvars.ContextVar(
+    "overrides", default={}
+)
+
+
+@contextlib.contextmanager
+def compiling_for(device: str) -> Iterator[None]:
+    """Take the parameters of `device` ("h200", ...) while tracing, whatever GPU is at hand."""
+    token = _target.set(get_device(device).name)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+@contextlib.contextmanager
+def override(kernel: str, launch: Launch) -> Iterator[None]:
+    """Use `launch` for `kernel` while tracing: for tuning, and to test every tile of the table."""
+    token = _overrides.set({**_overrides.get(), kernel: launch})
+    try:
+        yield
+    finally:
+        _overrides.reset(token)
+
+
+@functools.cache
+def _local_device() -> str | None:
+    """The table's name of this process's GPU; None without one or with one it does not know."""
+    if jax.default_backend() != "gpu":
+        return None
+    device = find_device(jax.devices()[0].device_kind)
+    return device.name if device else None
+
+
+def target_device() -> str | None:
+    """The GPU whose parameters are wanted: `compiling_for`'s, else this process's, else None."""
+    return _target.get() or _local_device()
+
+
+def find_launch(kernel: str, shape_class: str) -> Launch:
+    """The launch parameters of `kernel` for `shape_class` on the target device."""
+    overrides = _overrides.get()
+    if kernel in overrides:
+        return overrides[kernel]
+    rows = TABLE[kernel][shape_class]
+    return rows.get(target_device() or "any", rows["any"])
+
+
+def all_launches(kernel: str) -> dict[str, Launch]:
+    """Every distinct entry of `kernel`, by "class/GPU": the tiles that tests must cover."""
+    return {
+        f"{shape_class}/{device}": launch
+        for shape_class, rows in TABLE[kernel].items()
+        for device, launch in rows.items()
+    }
