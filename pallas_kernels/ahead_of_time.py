@@ -1,7 +1,7 @@
 """Compile programs for NVIDIA GPUs that are not there, and read what became of their kernels.
 
-Needs the CUDA plugin (`jax[cuda12]`), no GPU, and a process whose backend is the CPU. The figures of
-`kernel_figures` use jax internals that exist up to 0.10; they are kept in this one file.
+Needs the CUDA plugin (`jax[cuda12]`), no GPU, and a process whose backend is the CPU. The figures
+of `kernel_figures` use jax internals that exist up to 0.10; they are kept in this one file.
 """
 
 from __future__ import annotations

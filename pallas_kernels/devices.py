@@ -1,6 +1,6 @@
 """The NVIDIA GPUs this project is compiled for: what each one has, as one table.
 
-Launch parameters, compile tests, memory plans and benchmarks read it; nothing here touches a device.
+Launch parameters, compile tests, memory plans and benchmarks read it; it touches no device.
 """
 
 from __future__ import annotations

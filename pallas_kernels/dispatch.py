@@ -1,8 +1,8 @@
 """Which implementation of an operation runs: the kernel, its reference, or the interpreted kernel.
 
 None (the default) leaves it to the platform that the program is *lowered* for: the kernel on NVIDIA
-GPUs, the reference elsewhere. It always works, and a program compiled for a GPU on a machine without
-one holds the kernel. A named implementation runs or fails with the reason, never something else.
+GPUs, the reference elsewhere. It always works, and a program compiled for a GPU where there is none
+holds the kernel. A named implementation runs or fails with the reason, never something else.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def select(
       implementation: see `resolve`.
       name: the operation, for the error message.
 
-    Raises (while lowering): NotImplementedError where "triton" was asked for by name and the program
-      is lowered for anything but CUDA.
+    Raises (while lowering): NotImplementedError where "triton" was asked for by name and the
+      program is lowered for anything but CUDA.
     """
     chosen = resolve(implementation)
     compiled = functools.partial(triton, interpret=False)
@@ -110,7 +110,7 @@ def select(
     return by_platform
 
 
-# --- the branch of a named kernel that no platform but CUDA may take -------------------------------
+# --- the branch of a named kernel that no platform but CUDA may take ---
 
 _refuse_p = Primitive("peagle_kernel_unavailable")
 _refuse_p.def_abstract_eval(lambda value, **_: value)
@@ -146,13 +146,15 @@ def _refusing(reference: Callable, name: str) -> Callable:
     return refused
 
 
-# --- meshes ---------------------------------------------------------------------------------------
+# --- meshes ---
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSharding:
-    """How the operands of a kernel lie on a mesh. A kernel is opaque to XLA's partitioner, so under a
-    mesh it must run inside `shard_map`, once per shard.
+    """How the operands of a kernel lie on a mesh.
+
+    A kernel is opaque to XLA's partitioner, so under a mesh it must run inside `shard_map`, once
+    per shard.
 
     Attributes:
       mesh: the device mesh.

@@ -1,6 +1,6 @@
 """Launch parameters of every kernel: one table, by kernel, shape class and GPU.
 
-A row under "any" serves every GPU without a row of its own. Rows are found on a machine with the GPU
+A row under "any" serves every GPU without a row of its own. Rows are found on a machine with a GPU
 by `python -m benchmarks.kernels --tune KERNEL`, which prints them in this form. A shape class is a
 short word that the kernel's own wrapper derives from the static shapes, so that no array is read.
 """
@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import types
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -47,7 +48,7 @@ TABLE: dict[str, dict[str, dict[str, Launch]]] = {
     },
     "fill_hidden": {
         # A block moves `rows` rows, `width` columns at a time.
-        "few_rows": {"any": Launch(num_warps=4, num_stages=1, blocks={"rows": 1, "width": 1024})},
+        "few_rows": {"any": Launch(num_warps=4, num_stages=1, blocks={"rows": 4, "width": 512})},
         "many_rows": {"any": Launch(num_warps=4, num_stages=1, blocks={"rows": 4, "width": 1024})},
     },
 }
@@ -55,7 +56,7 @@ TABLE: dict[str, dict[str, dict[str, Launch]]] = {
 
 _target: contextvars.ContextVar[str | None] = contextvars.ContextVar("target", default=None)
 _overrides: contextvars.ContextVar[Mapping[str, Launch]] = contextvars.ContextVar(
-    "overrides", default={}
+    "overrides", default=types.MappingProxyType({})
 )
 
 

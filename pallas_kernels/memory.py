@@ -1,7 +1,7 @@
 """Masked loads and stores of the kernels, and a way to count what they move.
 
-Kernels go through `load` and `store` here and nowhere else, so that a test can watch every access of
-an interpreted run. Outside `observing` they are exactly Triton's masked accesses.
+Kernels go through `load` and `store` here and nowhere else, so that a test can watch every access
+of an interpreted run. Outside `observing` they are exactly Triton's masked accesses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _report(kind: str, label: str, shape: tuple[int, ...], mask) -> None:
 
 
 def load(view, *, mask=None, other=None, label: str):
-    """Read `view` (`ref.at[indices]`) where `mask`; elsewhere `other`. `label` names the operand."""
+    """`view` (`ref.at[indices]`) where `mask`, elsewhere `other`. `label` names the operand."""
     value = plgpu.load(view, mask=mask, other=other)
     _report("load", label, value.shape, mask)
     return value

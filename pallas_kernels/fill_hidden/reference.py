@@ -10,7 +10,7 @@ def fill_hidden_reference(
     source_rows: Int[Array, "M"],
     is_mask: Bool[Array, "M"],
 ) -> Float[Array, "M H"]:
-    """`where(is_mask, mask_hidden, hidden[source_rows])`, zero where a source row does not exist."""
+    """`where(is_mask, mask_hidden, hidden[source_rows])`, zero where there is no such row."""
     exists = (source_rows >= 0) & (source_rows < hidden.shape[0])
     rows = hidden[jnp.where(exists, source_rows, 0)]
     rows = jnp.where(exists[:, None], rows, jnp.zeros((), hidden.dtype))
