@@ -110,8 +110,10 @@ class DrafterConfig:
     `taps` are the tapped target layers in convention T: tap t is the residual stream that enters
     layer t (0 the embedding output, num_layers the last layer's output before the final norm).
     `input_size` of the fusion is len(taps) * target_hidden_size (`use_taps` False: the target's
-    final hidden state alone, without fusion unless sizes differ). `mask_token_id` is None for a
-    head that was not trained for parallel drafting. `num_depths` is the trained depth, if known.
+    final hidden state alone; `fuse` False then means that there is no fc). `vocab_size` counts the
+    rows of the embedding, `target_vocab_size` the ids that the target can emit (None: the same):
+    a draft logit that stands for no such id is -inf. `mask_token_id` is None for a head that was
+    not trained for parallel drafting. `num_depths` is the trained depth, if known.
     """
 
     style: Literal["llama", "qwen3"] = "llama"
@@ -129,6 +131,7 @@ class DrafterConfig:
     fc_norm: bool = False
     norm_output: bool = False
     use_taps: bool = True
+    fuse: bool = True
     attention_bias: bool = False
     mlp_bias: bool = False
     activation: Activation = "silu"
@@ -138,6 +141,7 @@ class DrafterConfig:
     num_depths: int | None = None
     num_speculative_tokens: int | None = None
     parallel_drafting: bool = True
+    target_vocab_size: int | None = None
 
     @property
     def num_layers(self) -> int:
