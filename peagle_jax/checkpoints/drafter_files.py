@@ -1,0 +1,284 @@
+"""Load a drafter: config and weights of a folder, checked against each other and the target.
+
+Strict: every tensor has a place and every place a tensor. Two things may come from the target: the
+embedding, and the head where the draft vocabulary is the target's. Writing: drafter_export.py.
+"""
+
+import contextlib
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from peagle_jax.checkpoints.drafter_config import read_drafter_config
+from peagle_jax.checkpoints.drafter_tensors import Part, canonical_names, drafter_parts
+from peagle_jax.checkpoints.fields import CheckpointError, PathLike, read_json
+from peagle_jax.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, open_safetensors
+from peagle_jax.models.config import DrafterConfig, TargetConfig
+from peagle_jax.models.drafter import Drafter
+from peagle_jax.models.parameters import weight
+from peagle_jax.models.target import Target
+
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def load_drafter(
+    folder: PathLike,
+    *,
+    target_config: TargetConfig | None = None,
+    target: Target | None = None,
+    dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    parallel_drafting: bool | None = None,
+) -> Drafter:
+    """The drafter in `folder`, in the raw EAGLE-3 or the speculators layout.
+
+    target_config: the target it must fit; `target`'s own by default. target: lends its embedding
+    or head where the folder has none. dtype: of parameters and computation, by default the
+    file's. mesh: devices to lay the parameters out on. parallel_drafting: None takes the head for
+    what its files say it is; False loads a P-EAGLE head for EAGLE-3 drafting.
+
+    Raises CheckpointError (a ValueError) that names file, tensor and key for whatever is missing,
+    unexpected, of another shape, or does not fit the target. Warns about guesses.
+    """
+    if target_config is None and target is not None:
+        target_config = target.config
+    weights = open_drafter_weights(folder)
+    with _naming(weights.where):
+        stored = canonical_names(weights.tensors)
+    config = read_drafter_config(
+        folder,
+        target_config=target_config,
+        tensor_names=frozenset(stored),
+        parallel_drafting=parallel_drafting,
+    )
+    parts = drafter_parts(config)
+    _check_tensors(weights, stored, parts, config)
+    offsets = _read_offsets(weights, stored, config, target_config)
+    kind = jnp.dtype(dtype or weights.tensors[stored["norm.weight"]].dtype)
+    place = _placement(config, kind, mesh)
+    by_parameter = {part.parameter: part for part in parts}
+
+    def source(name: str, shape: tuple[int, ...], wanted: Any) -> Array:
+        if name == "d2t":
+            return place(name, offsets)
+        part = by_parameter[name]
+        if all(tensor in stored for tensor in part.names):
+            arrays = tuple(weights.read(stored[tensor], shape) for tensor, shape in part.tensors)
+            return place(name, np.asarray(part.join(arrays)).astype(wanted))
+        return _borrow(weights.where, part, config, target, shape, wanted)
+
+    return Drafter(config, dtype=kind, source=source)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterWeights:
+    """The weight files of a folder, headers read; `where` names them in errors."""
+
+    where: str
+    files: dict[str, SafetensorsFile]
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {name: file.tensors[name] for name, file in self.files.items()}
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Tensor `name`, regarded as `shape`, in the file's dtype."""
+        return self.files[name].read(name).reshape(shape)
+
+
+def open_drafter_weights(folder: PathLike) -> DrafterWeights:
+    """Headers of model.safetensors, or of the shards that its index names.
+
+    Raises CheckpointError for a folder without safetensors, or a tensor that no shard holds.
+    """
+    root = Path(folder)
+    single, index = root / "model.safetensors", root / "model.safetensors.index.json"
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: no such folder")
+    if single.is_file():
+        file = open_safetensors(single)
+        return DrafterWeights(str(single), dict.fromkeys(file.tensors, file))
+    if not index.is_file():
+        raise CheckpointError(f"{root}: no model.safetensors{_other_format(root)}")
+    shards: dict[str, SafetensorsFile] = {}
+    files: dict[str, SafetensorsFile] = {}
+    for name, shard in read_json(index).child("weight_map").raw.items():
+        if not isinstance(shard, str) or "/" in shard or "\\" in shard:
+            raise CheckpointError(f"{index}: tensor {name!r}: {shard!r} is not a file name")
+        if shard not in shards:
+            shards[shard] = open_safetensors(root / shard)
+        shards[shard].info(name)
+        files[name] = shards[shard]
+    return DrafterWeights(str(index), files)
+
+
+def _other_format(root: Path) -> str:
+    for name in ("pytorch_model.bin", "model.pt"):
+        if (root / name).exists():
+            return (
+                f", only {name}, which is not read because it can run code; convert it with "
+                "safetensors.torch.save_file"
+            )
+    return ""
+
+
+def _check_tensors(
+    weights: DrafterWeights, stored: dict[str, str], parts: tuple[Part, ...], config: DrafterConfig
+) -> None:
+    """Names, shapes and dtypes of everything in the file, against what the config asks for."""
+    expected = {name: (shape, part) for part in parts for name, shape in part.tensors}
+    known = {*expected, "d2t", "t2d"} | ({"mask_hidden"} if not config.parallel_drafting else set())
+    missing = [name for name in expected if name not in stored and name not in (_EMBEDDING, _HEAD)]
+    if missing and "layers.0.hidden_norm.weight" not in stored and "fc.weight" not in stored:
+        raise CheckpointError(
+            f"{weights.where}: this looks like a target model, not a drafter: neither fc nor "
+            "layers.0.hidden_norm is there"
+        )
+    if missing:
+        raise CheckpointError(
+            f"{weights.where}: tensors are missing: {', '.join(sorted(missing))}; the file is "
+            "incomplete or its config.json asks for too much (number of layers, model_type, biases, "
+            "norm_before_fc, fc_norm)"
+        )
+    unexpected = sorted(stored[name] for name in stored if name not in known)
+    if unexpected:
+        raise CheckpointError(
+            f"{weights.where}: tensors without a place: {', '.join(unexpected)}; config.json asks "
+            "for too little (number of layers, model_type, biases, norm_before_fc, fc_norm)"
+        )
+    for name, (shape, part) in expected.items():
+        if name in stored:
+            _check_tensor(weights, stored[name], shape, part)
+
+
+def _check_tensor(weights: DrafterWeights, name: str, shape: tuple[int, ...], part: Part) -> None:
+    info = weights.tensors[name]
+    same = info.shape == shape
+    if part.parameter == "mask_hidden":
+        same = math.prod(info.shape) == math.prod(shape)
+    if not same:
+        raise CheckpointError(
+            f"{weights.where}: tensor {name!r} has shape {list(info.shape)}, config.json asks for "
+            f"{list(shape)} (from {part.keys})"
+        )
+    if not jnp.issubdtype(info.dtype, jnp.floating) or info.dtype.itemsize < 2:
+        raise CheckpointError(
+            f"{weights.where}: tensor {name!r} has dtype {info.dtype}; drafters are read as "
+            "float32, bfloat16 or float16"
+        )
+
+
+def _read_offsets(
+    weights: DrafterWeights,
+    stored: dict[str, str],
+    config: DrafterConfig,
+    target: TargetConfig | None,
+) -> np.ndarray:
+    """d2t [Vd] int32: offsets, so that draft id i stands for target id i + d2t[i]."""
+    where, size = weights.where, config.draft_vocab_size
+    vocab = config.vocab_size if target is None else min(config.vocab_size, target.vocab_size)
+    if "d2t" not in stored:
+        if size < vocab:
+            raise CheckpointError(
+                f"{where}: tensor d2t is missing, but draft_vocab_size {size} is less than the "
+                f"vocabulary of {vocab}: the file does not say which tokens the drafts stand for; "
+                "export it again with its vocabulary mapping"
+            )
+        return np.zeros(size, np.int32)
+    info = weights.tensors[stored["d2t"]]
+    if info.shape != (size,) or not np.issubdtype(info.dtype, np.integer):
+        raise CheckpointError(
+            f"{where}: tensor d2t is {info.dtype} {list(info.shape)}, expected integers "
+            f"[{size}] (from draft_vocab_size)"
+        )
+    offsets = weights.read(stored["d2t"], (size,)).astype(np.int64)
+    ids = np.arange(size) + offsets
+    outside = (ids < 0) if size > vocab else (ids < 0) | (ids >= vocab)
+    if outside.any():
+        draft = int(np.flatnonzero(outside)[0])
+        raise CheckpointError(
+            f"{where}: tensor d2t maps draft id {draft} to {ids[draft]}, outside the target's "
+            f"vocabulary of {vocab}; d2t holds offsets, target id = draft id + d2t[draft id]"
+        )
+    inside = ids[ids < vocab]
+    if len(np.unique(inside)) != len(inside):
+        raise CheckpointError(
+            f"{where}: tensor d2t maps two draft ids to one target id; it must hold offsets, "
+            "target id = draft id + d2t[draft id]"
+        )
+    _check_kept(weights, stored, inside)
+    return offsets.astype(np.int32)
+
+
+def _check_kept(weights: DrafterWeights, stored: dict[str, str], ids: np.ndarray) -> None:
+    """t2d, where it is there, must mark exactly the ids of d2t; only d2t is used."""
+    if "t2d" not in stored:
+        return
+    info = weights.tensors[stored["t2d"]]
+    marks = weights.read(stored["t2d"], info.shape)
+    if info.dtype != np.bool_ or marks.ndim != 1 or marks.size <= ids.max():
+        raise CheckpointError(
+            f"{weights.where}: tensor t2d is {info.dtype} {list(info.shape)}, expected bool "
+            "[vocab_size]"
+        )
+    if marks.sum() != len(ids) or not marks[ids].all():
+        raise CheckpointError(
+            f"{weights.where}: tensors d2t and t2d disagree on which tokens are drafted; d2t holds "
+            "offsets (target id = draft id + d2t[draft id]), t2d marks the target ids"
+        )
+
+
+def _borrow(
+    where: str,
+    part: Part,
+    config: DrafterConfig,
+    target: Target | None,
+    shape: tuple[int, ...],
+    dtype: Any,
+) -> Array:
+    """The target's embedding or head in place of one that the file lacks; shared, not copied."""
+    name = part.names[0]
+    if part.parameter == "head" and config.draft_vocab_size < config.vocab_size:
+        raise CheckpointError(
+            f"{where}: tensor {name} is missing; it can be taken from the target only for the full "
+            f"vocabulary, and draft_vocab_size is {config.draft_vocab_size} of {config.vocab_size}"
+        )
+    if target is None:
+        raise CheckpointError(
+            f"{where}: tensor {name} is missing; pass target=, whose {part.parameter} is then used"
+        )
+    if part.parameter == "embedding":
+        value = weight(target.embedding, dtype)
+    elif target.config.tied_embeddings:
+        value = weight(target.embedding, dtype).T
+    else:
+        value = weight(target.head, dtype)
+    if value.shape != shape:
+        raise CheckpointError(
+            f"{where}: tensor {name} is missing, and the target's {part.parameter} "
+            f"{list(value.shape)} has not the shape {list(shape)} that config.json asks for (from "
+            f"{part.keys}, hidden_size)"
+        )
+    return value
+
+
+def _placement(config: DrafterConfig, dtype: Any, mesh: jax.sharding.Mesh | None) -> Any:
+    """Put one parameter where it belongs, by name."""
+    if mesh is None:
+        return lambda name, value: jnp.asarray(value)
+    raise NotImplementedError
+
+
+@contextlib.contextmanager
+def _naming(where: str):
+    """Put the file's name in front of errors from functions that know no file."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
