@@ -17,7 +17,7 @@ from peagle_jax.text.chat_template import check_messages, check_template_kwargs,
 from peagle_jax.text.pretokenizers import RULES, PreRule
 from peagle_jax.text.stop_ids import template_stop_ids
 from peagle_jax.text.token_bytes import TokenBytes
-from peagle_jax.text.tokenizer import Messages, TokenizerError
+from peagle_jax.text.tokenizer import ChatTemplateError, Messages, TokenizerError
 
 # GGUF files have no generation config, so the ids that publishers list there are known by name.
 # Harmony's <|end|> is not one: it closes a channel and the answer goes on.
@@ -72,7 +72,9 @@ class GgufTokenizer:
                 f"{source}: a begin token is asked for (tokenizer.ggml.add_bos_token), but "
                 "tokenizer.ggml.bos_token_id is missing"
             )
-        self.stop_ids = self._named_stop_ids() | template_stop_ids(self)
+        self.stop_ids = self._named_stop_ids() | template_stop_ids(
+            self.render_chat, self.encode, self.special_ids
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = self._backend.encode(text, add_special_tokens=False).ids
@@ -91,7 +93,10 @@ class GgufTokenizer:
     ) -> str:
         check_template_kwargs(template_kwargs)
         if self.chat_template is None:
-            raise self._error("chat_template", "is missing; pass plain text instead of messages")
+            raise ChatTemplateError(
+                f"{self._source}: metadata key 'tokenizer.chat_template' is missing; pass plain "
+                "text instead of messages"
+            )
         names = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         special = {name: self._tokens[i] for name, i in names.items() if i is not None}
         return render_template(
@@ -110,7 +115,7 @@ class GgufTokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def _error(self, key: str, problem: str) -> TokenizerError:
-        full = f"tokenizer.{key}" if key == "chat_template" else _PREFIX + key
+        full = _PREFIX + key
         return TokenizerError(f"{self._source}: metadata key {full!r} {problem}")
 
     def _require(self, key: str, kind: type) -> Any:

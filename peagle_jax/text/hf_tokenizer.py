@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 
 from peagle_jax.text.chat_template import check_messages, check_template_kwargs
-from peagle_jax.text.stop_ids import stop_ids
+from peagle_jax.text.stop_ids import config_stop_ids, template_stop_ids
 from peagle_jax.text.token_bytes import TokenBytes
 from peagle_jax.text.tokenizer import ChatTemplateError, Messages, TokenizerError
 
@@ -40,7 +40,11 @@ class HfTokenizer:
         self.eos_id: int | None = tokenizer.eos_token_id
         self.pad_id: int | None = tokenizer.pad_token_id
         self.chat_template = _default_template(tokenizer.chat_template)
-        self.stop_ids = stop_ids(folder, self)
+        self.stop_ids = (
+            config_stop_ids(folder)
+            | frozenset(i for i in (self.eos_id,) if i is not None)
+            | template_stop_ids(self.render_chat, self.encode, self.special_ids)
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

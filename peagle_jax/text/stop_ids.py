@@ -6,10 +6,11 @@ closes an assistant turn.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peagle_jax.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
+from peagle_jax.text.tokenizer import ChatTemplateError, TokenizerError
 
 # Stands for an assistant's answer when a template is probed. Plain ASCII words, because templates
 # strip blanks and cut at reasoning marks.
@@ -53,32 +54,31 @@ def config_stop_ids(folder: str | Path) -> frozenset[int]:
     return found
 
 
-def template_stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
+def template_stop_ids(
+    render_chat: Callable[..., str],
+    encode: Callable[..., list[int]],
+    special_ids: frozenset[int],
+) -> frozenset[int]:
     """The control token that the chat template writes right after an assistant's answer.
 
-    Empty without a template, and where the template writes no control token there or refuses the
-    two-message conversation it is probed with.
+    Takes a tokenizer's two functions and its special ids. Empty without a template, and where the
+    template writes no control token there or refuses the two-message conversation it is probed
+    with.
     """
-    if tokenizer.chat_template is None:
-        return frozenset()
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
     try:
-        text = tokenizer.render_chat(turns, add_generation_prompt=False)
+        text = render_chat(turns, add_generation_prompt=False)
     except ChatTemplateError:
         return frozenset()
     tail = text.rpartition(_PROBE)[2].lstrip()
-    following = tokenizer.encode(tail, add_special_tokens=False)[:1]
-    return frozenset(following) & tokenizer.special_ids
+    return frozenset(encode(tail, add_special_tokens=False)[:1]) & special_ids
 
 
-def stop_ids(folder: str | Path, tokenizer: Tokenizer | None = None) -> frozenset[int]:
+def stop_ids(folder: str | Path) -> frozenset[int]:
     """Ids that end an answer of the model in `folder`, from all three sources.
 
-    `tokenizer` defaults to that of the folder. Raises TokenizerError for malformed files.
+    Raises TokenizerError for malformed files, and where the folder has no tokenizer.
     """
-    if tokenizer is None:
-        from peagle_jax.text.hf_tokenizer import load_hf_tokenizer
+    from peagle_jax.text.hf_tokenizer import load_hf_tokenizer
 
-        return load_hf_tokenizer(folder).stop_ids
-    named = frozenset() if tokenizer.eos_id is None else frozenset({tokenizer.eos_id})
-    return config_stop_ids(folder) | named | template_stop_ids(tokenizer)
+    return load_hf_tokenizer(folder).stop_ids

@@ -15,7 +15,7 @@ from peagle_jax.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class StopMatch:
-    """A stop string found: `stop` it is, `text_length` characters and `num_tokens` tokens remain."""
+    """The stop string that was found, and the characters and tokens that remain of the output."""
 
     stop: str
     text_length: int
@@ -64,8 +64,8 @@ class TextStream:
     """Text of a growing list of ids, cut at the first stop string, safe to print as it comes.
 
     `push` returns only what no later token can take back: whole characters, and nothing that may
-    be the beginning of a stop string. Once `match` is set the stream ignores further ids. All pieces
-    join to `text`, which equals the text that decoding one token at a time gives.
+    be the beginning of a stop string. Once `match` is set the stream ignores further ids. All
+    pieces join to `text`, which equals the text that decoding one token at a time gives.
     """
 
     def __init__(
