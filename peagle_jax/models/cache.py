@@ -1,6 +1,7 @@
 """The key/value cache: one array pair per layer, written by position, read by masks."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def init_cache(
     batch_size: int,
     num_slots: int,
     max_new_rows: int,
-    dtype: jnp.dtype,
+    dtype: Any,
 ) -> KVCache:
     """Empty caches for `num_slots` positions; windowed layers get a ring where that is smaller.
 

@@ -1,4 +1,4 @@
-"""What a model is, as data: every field here changes the numbers. Reading files is not done here."""
+"""What a model is, as data: every field changes the numbers. Reading files is not done here."""
 
 import dataclasses
 from typing import Literal
@@ -11,7 +11,7 @@ RouterOrder = Literal["topk_softmax", "softmax_topk"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding of one layer kind; half-split rotation, frequencies as in the family's paper.
+    """Rotary embedding of one layer kind; half-split, frequencies as in the family's paper.
 
     `original_max_positions` is what llama3 and YaRN scaling start from. `rotary_fraction` is the
     share of frequencies that rotate under `proportional`; the rest are zero.
