@@ -51,6 +51,16 @@ TABLE: dict[str, dict[str, dict[str, Launch]]] = {
         "few_rows": {"any": Launch(num_warps=4, num_stages=1, blocks={"rows": 4, "width": 512})},
         "many_rows": {"any": Launch(num_warps=4, num_stages=1, blocks={"rows": 4, "width": 1024})},
     },
+    "short_query_attention": {
+        # By the bytes of one key row. `rows` is the most packed query rows of a block.
+        "32B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 128})},
+        "64B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 128})},
+        "128B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 128})},
+        "256B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 64})},
+        "512B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 64, "keys": 64})},
+        "1024B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 32, "keys": 32})},
+        "2048B": {"any": Launch(num_warps=8, num_stages=1, blocks={"rows": 16, "keys": 16})},
+    },
 }
 
 
