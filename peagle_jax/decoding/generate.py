@@ -1,0 +1,290 @@
+"""`make_generate_fn`: prefill and the decode loop as pure functions over explicit state.
+
+    run = make_generate_fn(target, drafter, num_speculative_tokens=7, cache_length=512)
+    state = run.init([[1, 2, 3]], [SamplingParams(max_tokens=32)])
+    state = run.prefill(run.params, state, chunk=16)          # fills caches, samples one token
+    state = run.generate(run.params, state)                   # the whole loop, one while_loop
+    ids = run.outputs(state)[0]
+
+`prefill`, `step` and `generate` are pure and can be put inside anyone's own jit. `run.compiled` holds
+them jitted, with the state donated: one program per (chunk, batch) for prefill, one per batch for
+decoding, shared by `step` and `generate`, whatever is asked or accepted.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from peagle_jax.decoding.drafting import Method
+from peagle_jax.decoding.methods import MethodName, make_method
+from peagle_jax.decoding.params import SamplingParams
+from peagle_jax.decoding.requests import Features, Requests, make_requests
+from peagle_jax.decoding.rounds import Params, decode_round, prefill_chunk
+from peagle_jax.decoding.state import DecodeState, init_state
+from peagle_jax.models.cache import KVCache, init_cache
+from peagle_jax.models.config import TargetConfig
+from peagle_jax.models.drafter import Drafter
+from peagle_jax.models.target import Target
+
+UNTIL_DONE = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class GenerateFn:
+    """Pure functions for one target, method, K, cache length and feature set.
+
+    Attributes:
+      params: the parameters, to pass to the functions below.
+      context_length: most stored tokens of a request, prompt and output together.
+      cache_length: slots of the caches and of the token buffer.
+      max_prefill_chunk: most prompt rows of one pass.
+      eos_token_ids: ids that end every request that does not ignore them.
+    """
+
+    params: Params
+    target_graph: Any
+    target_config: TargetConfig
+    dtype: Any
+    method: Method
+    features: Features
+    cache_length: int
+    context_length: int
+    max_prefill_chunk: int
+    eos_token_ids: tuple[int, ...]
+    max_stop_ids: int
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return self.method.num_drafts
+
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        batch_size: int | None = None,
+    ) -> tuple[Requests, np.ndarray]:
+        """Checked requests and the token buffer with their prompts, as NumPy arrays.
+
+        Raises: ValueError that names the request and the field.
+        """
+        batch = len(prompts) if batch_size is None else batch_size
+        requests = make_requests(
+            prompts,
+            params,
+            batch_size=batch,
+            vocab_size=self.target_config.vocab_size,
+            context_length=self.context_length,
+            eos_token_ids=self.eos_token_ids,
+            num_speculative_tokens=self.num_speculative_tokens,
+            features=self.features,
+            max_stop_ids=self.max_stop_ids,
+        )
+        tokens = np.zeros((batch, self.cache_length), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        return requests, tokens
+
+    def init(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        batch_size: int | None = None,
+    ) -> DecodeState:
+        """The state of a new batch, padded with finished rows to `batch_size`."""
+        return self.compiled.empty(*self.requests(prompts, params, batch_size=batch_size))
+
+    def empty_state(self, requests: Requests, tokens: Int[Array, "B S"]) -> DecodeState:
+        """The state before prefill, with fresh caches (pure; the arrays come from `requests`)."""
+        batch = tokens.shape[0]
+        rows = max(self.max_prefill_chunk, self.num_speculative_tokens + 1)
+        cache = init_cache(
+            self.target_config.layers,
+            batch_size=batch,
+            num_slots=self.cache_length,
+            max_new_rows=rows,
+            dtype=self.dtype,
+        )
+        return init_state(
+            requests,
+            tokens,
+            cache,
+            self.method.init(batch, self.cache_length, rows),
+            vocab_size=self.target_config.vocab_size,
+            features=self.features,
+        )
+
+    def prefill(self, params: Params, state: DecodeState, *, chunk: int) -> DecodeState:
+        """Run every pending prompt to its end, `chunk` rows of each at a time, and sample its first
+        token. Rows that decode already are left alone."""
+        if not 1 <= chunk <= self.max_prefill_chunk:
+            raise ValueError(
+                f"prefill chunk must be from 1 to max_prefill_chunk {self.max_prefill_chunk}, "
+                f"got {chunk}"
+            )
+        body = functools.partial(
+            prefill_chunk,
+            params,
+            chunk=chunk,
+            target_graph=self.target_graph,
+            method=self.method,
+            features=self.features,
+        )
+        return jax.lax.while_loop(lambda state: jnp.any(state.pending), body, state)
+
+    def step(
+        self, params: Params, state: DecodeState, num_rounds: Int[Array, ""] | int
+    ) -> DecodeState:
+        """At most `num_rounds` rounds; fewer when every row is done."""
+
+        def unfinished(carry: tuple[Array, DecodeState]) -> Array:
+            return (carry[0] < num_rounds) & jnp.any(carry[1].running)
+
+        def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+            state = decode_round(
+                params,
+                carry[1],
+                target_graph=self.target_graph,
+                method=self.method,
+                features=self.features,
+            )
+            return carry[0] + 1, state
+
+        start = (jnp.zeros((), jnp.int32), state)
+        return jax.lax.while_loop(unfinished, body, start)[1]
+
+    def generate(self, params: Params, state: DecodeState) -> DecodeState:
+        """Rounds until every row is done: `step` without a bound."""
+        return self.step(params, state, jnp.int32(UNTIL_DONE))
+
+    @functools.cached_property
+    def compiled(self) -> "Compiled":
+        """The functions jitted once, the state donated: do not use a state again after passing it."""
+        return Compiled(
+            empty=jax.jit(self.empty_state),
+            prefill=jax.jit(self.prefill, static_argnames="chunk", donate_argnames="state"),
+            step=jax.jit(self.step, donate_argnames="state"),
+        )
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        batch_size: int | None = None,
+        chunk: int | None = None,
+    ) -> DecodeState:
+        """Prompts to finished state with the compiled functions."""
+        state = self.init(prompts, params, batch_size=batch_size)
+        longest = max(len(prompt) for prompt in prompts)
+        chunk = prompt_bucket(longest, self.max_prefill_chunk) if chunk is None else chunk
+        state = self.compiled.prefill(self.params, state, chunk=chunk)
+        return self.compiled.step(self.params, state, np.int32(UNTIL_DONE))
+
+    def outputs(self, state: DecodeState) -> list[list[int]]:
+        """Output ids of every request, on the host; the token that ended it is included."""
+        tokens, committed, prompt = jax.device_get(
+            (state.tokens, state.committed, state.requests.prompt_length)
+        )
+        return [
+            tokens[row, prompt[row] : committed[row]].tolist()
+            for row in range(tokens.shape[0])
+            if prompt[row] > 0
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """`empty(requests, tokens)`, `prefill(params, state, chunk=)`, `step(params, state, rounds)`."""
+
+    empty: Callable[..., DecodeState]
+    prefill: Callable[..., DecodeState]
+    step: Callable[..., DecodeState]
+
+
+def make_generate_fn(
+    target: Target,
+    drafter: Drafter | None = None,
+    method: MethodName | Method | None = None,
+    *,
+    cache_length: int,
+    num_speculative_tokens: int | None = None,
+    features: Features = Features(),  # noqa: B008 (frozen)
+    context_length: int | None = None,
+    allow_longer_context: bool = False,
+    max_prefill_chunk: int = 512,
+    eos_token_ids: Sequence[int] | None = None,
+    max_stop_ids: int = 16,
+    force: bool = False,
+    method_params: Any = None,
+) -> GenerateFn:
+    """Build the pure functions that decode with `target`.
+
+    Args:
+      drafter: needed by p-eagle and eagle3.
+      method: a name, None for what suits the drafter (none without one), or an object with the
+        interface of `drafting.Method`, whose parameters are then `method_params`.
+      cache_length: slots of the caches; K rows beyond a request's limit are never written.
+      num_speculative_tokens: K, 1 to 31; None as `resolve_num_speculative_tokens` says.
+      features: what the programs can do; `Features.of(params)` is the smallest set.
+      context_length: most stored tokens of a request; None is `cache_length`.
+      allow_longer_context: serve beyond the target's configured positions.
+      eos_token_ids: None is the target config's.
+      force: draft with a method that the head was not trained for.
+
+    Raises: ValueError where the parts do not fit or the context is beyond the model's.
+    """
+    config = target.config
+    context_length = cache_length if context_length is None else context_length
+    if not 1 <= context_length <= cache_length:
+        raise ValueError(
+            f"context_length must be from 1 to cache_length {cache_length}, got {context_length}"
+        )
+    if context_length > config.max_positions and not allow_longer_context:
+        raise ValueError(
+            f"context_length {context_length} is above the {config.max_positions} positions that "
+            "the target is configured for; lower it, or pass allow_longer_context=True"
+        )
+    if method is None or isinstance(method, str):
+        method, method_params = make_method(
+            method, config, drafter, num_speculative_tokens=num_speculative_tokens, force=force
+        )
+    draft_config = getattr(method, "config", None)
+    if draft_config is not None and context_length > draft_config.max_positions:
+        warnings.warn(
+            f"the drafter is configured for {draft_config.max_positions} positions and will run "
+            f"to {context_length}, the target's context; its rotary embedding is computed there",
+            stacklevel=2,
+        )
+    graph, target_params = nnx.split(target)
+    return GenerateFn(
+        params=Params(target_params, method_params),
+        target_graph=graph,
+        target_config=config,
+        dtype=target.dtype,
+        method=method,
+        features=features,
+        cache_length=cache_length,
+        context_length=context_length,
+        max_prefill_chunk=min(max_prefill_chunk, cache_length),
+        eos_token_ids=tuple(config.eos_token_ids if eos_token_ids is None else eos_token_ids),
+        max_stop_ids=max_stop_ids,
+    )
+
+
+def prompt_bucket(length: int, largest: int, smallest: int = 16) -> int:
+    """The prefill chunk for prompts up to `length`: a power of two from `smallest`, at most
+    `largest`; longer prompts take several chunks of the same program."""
+    size = smallest
+    while size < length:
+        size *= 2
+    return min(size, largest)
