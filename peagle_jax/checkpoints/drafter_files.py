@@ -48,6 +48,56 @@ def load_drafter(
     """
     if target_config is None and target is not None:
         target_config = target.config
+    files = read_drafter_files(
+        folder, target_config=target_config, parallel_drafting=parallel_drafting
+    )
+    config = files.config
+    kind = files.dtype if dtype is None else jnp.dtype(dtype)
+    place = _placement(config, kind, mesh)
+    by_parameter = {part.parameter: part for part in drafter_parts(config)}
+
+    def source(name: str, shape: tuple[int, ...], wanted: Any) -> Array:
+        if name == "d2t":
+            return place(name, files.offsets)
+        part = by_parameter[name]
+        if any(tensor not in files.stored for tensor in part.names):
+            return _borrow(files.weights.where, part, config, target, shape, wanted)
+        arrays = tuple(files.read(tensor, stored_as) for tensor, stored_as in part.tensors)
+        return place(name, np.asarray(part.join(arrays)).astype(wanted))
+
+    return Drafter(config, dtype=kind, source=source)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterFiles:
+    """A drafter's folder, checked; weights not read yet.
+
+    stored: canonical name of each tensor -> its name in the file. offsets: d2t [Vd] int32, zero
+    where draft ids are target ids.
+    """
+
+    config: DrafterConfig
+    weights: "DrafterWeights"
+    stored: dict[str, str]
+    offsets: np.ndarray
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the weights."""
+        return self.weights.tensors[self.stored["norm.weight"]].dtype
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The tensor of canonical name `name`, regarded as `shape`, in the file's dtype."""
+        return self.weights.read(self.stored[name], shape)
+
+
+def read_drafter_files(
+    folder: PathLike,
+    *,
+    target_config: TargetConfig | None = None,
+    parallel_drafting: bool | None = None,
+) -> DrafterFiles:
+    """Config and headers of a drafter's folder, with every check that needs no weights."""
     weights = open_drafter_weights(folder)
     with _naming(weights.where):
         stored = canonical_names(weights.tensors)
@@ -57,23 +107,9 @@ def load_drafter(
         tensor_names=frozenset(stored),
         parallel_drafting=parallel_drafting,
     )
-    parts = drafter_parts(config)
-    _check_tensors(weights, stored, parts, config)
+    _check_tensors(weights, stored, drafter_parts(config), config)
     offsets = _read_offsets(weights, stored, config, target_config)
-    kind = jnp.dtype(dtype or weights.tensors[stored["norm.weight"]].dtype)
-    place = _placement(config, kind, mesh)
-    by_parameter = {part.parameter: part for part in parts}
-
-    def source(name: str, shape: tuple[int, ...], wanted: Any) -> Array:
-        if name == "d2t":
-            return place(name, offsets)
-        part = by_parameter[name]
-        if all(tensor in stored for tensor in part.names):
-            arrays = tuple(weights.read(stored[tensor], shape) for tensor, shape in part.tensors)
-            return place(name, np.asarray(part.join(arrays)).astype(wanted))
-        return _borrow(weights.where, part, config, target, shape, wanted)
-
-    return Drafter(config, dtype=kind, source=source)
+    return DrafterFiles(config, weights, stored, offsets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +179,8 @@ def _check_tensors(
     if missing:
         raise CheckpointError(
             f"{weights.where}: tensors are missing: {', '.join(sorted(missing))}; the file is "
-            "incomplete or its config.json asks for too much (number of layers, model_type, biases, "
-            "norm_before_fc, fc_norm)"
+            "incomplete or its config.json asks for too much (number of layers, model_type, "
+            "biases, norm_before_fc, fc_norm)"
         )
     unexpected = sorted(stored[name] for name in stored if name not in known)
     if unexpected:

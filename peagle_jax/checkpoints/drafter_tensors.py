@@ -1,4 +1,4 @@
-"""Which tensors a drafter's file holds, and how they and the drafter's parameters become each other.
+"""Which tensors a drafter's file holds, and how they become parameters and parameters them.
 
 Files keep matrices [out, in] (torch layout) and heads side by side; parameters are [in, out] with
 heads kept apart. Pure functions on arrays; files are opened in drafter_files.py.

@@ -314,5 +314,5 @@ def _check(config: DrafterConfig) -> None:
     mask = config.mask_token_id
     if mask is not None and not 0 <= mask < config.vocab_size:
         raise ValueError(
-            f"mask_token_id {mask} lies outside the drafter's vocabulary, 0..{config.vocab_size - 1}"
+            f"mask_token_id {mask} is outside the drafter's vocabulary, 0..{config.vocab_size - 1}"
         )
