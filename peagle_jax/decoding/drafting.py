@@ -1,8 +1,8 @@
 """Drafting methods behind one interface: P-EAGLE, EAGLE-3, prompt lookup, none.
 
 A method is a frozen object that knows shapes and graphs; its arrays are explicit. The round calls
-`propose` before the target's pass and `observe` after it, prefill calls `prefill`. Whatever a method
-proposes, verification keeps the output lossless.
+`propose` before the target's pass and `observe` after it, prefill calls `prefill`. Whatever is
+proposed, verification keeps the output lossless.
 """
 
 import dataclasses

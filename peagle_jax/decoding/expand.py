@@ -1,10 +1,9 @@
 """The rows of one parallel draft pass, from the rows that the target just verified.
 
-Of the K + 1 rows that the target checked, `num_valid` hold committed tokens. Each gives a draft row
-that pairs the *next* token with that row's hidden state: ids are shifted left by one, positions are
-not. K - 1 mask rows follow at the next positions, then padding. Every request therefore fits a fixed
-tile of 2K rows. (vLLM's input preparation, restated; the flat layout for mixed prefill and decode is
-`pallas_kernels.expand_batch`.)
+Of the K + 1 rows that the target checked, `num_valid` hold committed tokens. Each gives a draft
+row that pairs the *next* token with that row's hidden state: ids are shifted left by one, positions
+are not. K - 1 mask rows follow at the next positions, then padding. Every request therefore fits a
+tile of 2K rows. (The flat layout for mixed prefill and decode is `pallas_kernels.expand_batch`.)
 """
 
 import dataclasses

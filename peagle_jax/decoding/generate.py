@@ -6,9 +6,9 @@
     state = run.generate(run.params, state)                   # the whole loop, one while_loop
     ids = run.outputs(state)[0]
 
-`prefill`, `step` and `generate` are pure and can be put inside anyone's own jit. `run.compiled` holds
-them jitted, with the state donated: one program per (chunk, batch) for prefill, one per batch for
-decoding, shared by `step` and `generate`, whatever is asked or accepted.
+`prefill`, `step` and `generate` are pure and can be put inside anyone's own jit. `run.compiled`
+holds them jitted, with the state donated: one program per (chunk, batch) for prefill, one per batch
+for decoding, shared by `step` and `generate`, whatever is asked or accepted.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from peagle_jax.decoding.params import SamplingParams
 from peagle_jax.decoding.requests import Features, Requests, make_requests
 from peagle_jax.decoding.rounds import Params, decode_round, prefill_chunk
 from peagle_jax.decoding.state import DecodeState, init_state
-from peagle_jax.models.cache import KVCache, init_cache
+from peagle_jax.models.cache import init_cache
 from peagle_jax.models.config import TargetConfig
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.target import Target
@@ -168,7 +168,7 @@ class GenerateFn:
 
     @functools.cached_property
     def compiled(self) -> "Compiled":
-        """The functions jitted once, the state donated: do not use a state again after passing it."""
+        """The functions jitted once, the state donated: a state passed in is gone."""
         return Compiled(
             empty=jax.jit(self.empty_state),
             prefill=jax.jit(self.prefill, static_argnames="chunk", donate_argnames="state"),
@@ -204,7 +204,7 @@ class GenerateFn:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """`empty(requests, tokens)`, `prefill(params, state, chunk=)`, `step(params, state, rounds)`."""
+    """`empty(requests, tokens)`, `prefill(params, state, chunk=)`, `step(params, state, n)`."""
 
     empty: Callable[..., DecodeState]
     prefill: Callable[..., DecodeState]

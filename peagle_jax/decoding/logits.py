@@ -1,8 +1,8 @@
 """From raw logits to what a token is drawn from: one function for plain, verify and bonus rows.
 
-Order: bias, penalties, token minimum, temperature, top-k, top-p, min-p. Every row of a block has its
-own history: row i sees the committed tokens and drafts 0..i-1, which is what plain decoding would
-have seen there, since row i only matters when these drafts are accepted.
+Order: bias, penalties, token minimum, temperature, top-k, top-p, min-p. Every row of a block has
+its own history: row i sees the committed tokens and drafts 0..i-1, which is what plain decoding
+would have seen there, since row i only matters when these drafts are accepted.
 """
 
 import dataclasses

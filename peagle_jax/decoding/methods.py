@@ -1,4 +1,4 @@
-"""Which drafting method a target and a drafter get, and how many drafts; refuses what cannot work."""
+"""Which drafting method a target and a drafter get, and how many drafts; refuses a misfit."""
 
 import warnings
 from typing import Any, Literal, get_args
@@ -46,7 +46,7 @@ def resolve_num_speculative_tokens(config: DrafterConfig | None, value: int | No
 
 
 def default_method(drafter: Drafter | None) -> MethodName:
-    """P-EAGLE for a head trained for parallel drafting, EAGLE-3 for another, none without a head."""
+    """P-EAGLE for a head trained for parallel drafting, EAGLE-3 for another, none without one."""
     if drafter is None:
         return "none"
     return "p-eagle" if drafter.config.parallel_drafting else "eagle3"

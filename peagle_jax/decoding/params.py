@@ -42,8 +42,8 @@ class SamplingParams:
         verification of drafts that are sampled themselves.
       draft_temperature: under "rejection" and "block", the temperature at which drafts are drawn;
         None is `temperature`, 0 takes the most likely draft (q is then one-hot).
-      num_speculative_tokens: drafts per round for this request; None is all that the program drafts,
-        0 none. Data of the program, never a new one.
+      num_speculative_tokens: drafts per round for this request; None is all that the program
+        drafts, 0 none. Data of the program, never a new one.
     """
 
     temperature: float = 0.0

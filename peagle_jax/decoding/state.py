@@ -193,3 +193,13 @@ def commit(
         history=history,
         logprobs=logprobs,
     )
+
+
+def finish(state: DecodeState, rows: Bool[Array, "B"]) -> DecodeState:
+    """End these rows now, as if by a stop: a stop string found by the host, a cancelled request."""
+    ends = rows & ~state.finished
+    return dataclasses.replace(
+        state,
+        finished=state.finished | rows,
+        finish_reason=jnp.where(ends, int(FinishReason.STOP), state.finish_reason),
+    )

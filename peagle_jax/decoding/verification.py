@@ -1,8 +1,8 @@
 """Which drafts are kept and which token follows them: greedy, match, rejection, block.
 
 Row i of the processed logits is the target's law of the token at position `committed + i`, given
-that drafts 0..i-1 are kept. Each rule returns how many drafts are kept (a) and the a + 1 tokens that
-the round emits: the kept drafts and one token of the target's. The output has the target's law
+that drafts 0..i-1 are kept. Each rule returns how many drafts are kept (a) and the a + 1 tokens
+that the round emits: the kept drafts and one token of the target's. The output has the target's law
 whatever the drafts are (Leviathan et al. 2211.17192, Chen et al. 2302.01318 for `rejection`, Sun et
 al. 2403.10444 for `block`); a better drafter only makes a larger.
 """
@@ -159,8 +159,8 @@ def block_thresholds(
 ) -> tuple[Float[Array, "B R"], Float[Array, "B K"]]:
     """P_0..P_K and h_1..h_K of block verification (2403.10444, algorithm 2).
 
-    P_i = min(P_{i-1} p(x_i)/q(x_i), 1) is how much of the drafts' law reaches x_i; h_i the chance to
-    keep i drafts when no longer block is kept. Before the last draft h_i = S_i / (S_i + 1 - P_i)
+    P_i = min(P_{i-1} p(x_i)/q(x_i), 1) is how much of the drafts' law reaches x_i; h_i the chance
+    to keep i drafts when no longer block is kept. Before the last draft h_i = S_i / (S_i + 1 - P_i)
     with S_i = sum of max(P_i p_{i+1} - q_{i+1}, 0); at the last, h = P.
     """
 
