@@ -21,9 +21,10 @@ from peagle_jax.decoding.methods import MethodName, default_method
 from peagle_jax.decoding.params import SamplingParams, check_request
 from peagle_jax.decoding.requests import Features
 from peagle_jax.decoding.state import DecodeState, FinishReason
+from peagle_jax.decoding.stats import request_stats
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.target import Target
-from peagle_jax.results import GenerationResult, Stats, TokenLogprobs, count_acceptance
+from peagle_jax.results import GenerationResult, Stats, TokenLogprobs
 from peagle_jax.text.stop_strings import TextStream
 from peagle_jax.text.tokenizer import Tokenizer
 
@@ -347,17 +348,14 @@ class _Batch:
 
     def stats(self, index: int, num_tokens: int) -> Stats:
         """Figures of the first `num_tokens` output tokens of one row."""
-        row, method = self.rows[index], self.fn.method
-        rounds, drafted, accepted = count_acceptance(
-            row.depths[:num_tokens], row.round_drafts[:num_tokens], method.num_drafts
-        )
+        row = self.rows[index]
         return Stats(
             num_prompt_tokens=len(self.prompts[index]),
             num_output_tokens=num_tokens,
             num_rounds=row.num_rounds,
-            num_draft_rounds=rounds,
-            num_draft_tokens=drafted,
-            accepted_per_position=accepted,
+            acceptance=request_stats(
+                row.depths[:num_tokens], row.round_drafts[:num_tokens], self.fn.method.num_drafts
+            ),
             time_to_first_token_s=self.first_token_s,
             total_s=row.seconds,
         )

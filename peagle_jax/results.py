@@ -4,45 +4,37 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from peagle_jax.decoding.stats import AcceptanceStats, merge_stats
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Figures of one request, or of several summed.
+    """Figures of one request, or of several together.
 
     Attributes:
       num_prompt_tokens, num_output_tokens: tokens, the one that ended the output included.
       num_rounds: target passes after prefill; each verifies the drafts of one draft pass.
-      num_draft_rounds: rounds with at least one draft token.
-      num_draft_tokens: tokens drafted in all.
-      accepted_per_position: draft rounds whose i-th draft was accepted and kept, by i.
-      time_to_first_token_s: seconds until prefill was ready, of the slowest request where summed.
+      acceptance: what was drafted and accepted.
+      time_to_first_token_s: seconds until prefill was ready, of the slowest request where several.
       total_s: seconds until the output was ready, compilation included where there was any.
     """
 
     num_prompt_tokens: int
     num_output_tokens: int
     num_rounds: int
-    num_draft_rounds: int
-    num_draft_tokens: int
-    accepted_per_position: tuple[int, ...]
+    acceptance: AcceptanceStats
     time_to_first_token_s: float
     total_s: float
 
     @property
-    def num_accepted_tokens(self) -> int:
-        return sum(self.accepted_per_position)
-
-    @property
     def acceptance_length(self) -> float:
         """1 + accepted draft tokens / draft rounds; 1 where nothing was drafted."""
-        return 1.0 + self.num_accepted_tokens / max(self.num_draft_rounds, 1)
+        return self.acceptance.acceptance_length
 
     @property
     def acceptance_rate_per_position(self) -> tuple[float, ...] | None:
         """Share of draft rounds whose i-th draft was accepted; None where nothing was drafted."""
-        if self.num_draft_rounds == 0:
-            return None
-        return tuple(count / self.num_draft_rounds for count in self.accepted_per_position)
+        return self.acceptance.acceptance_rate_per_position
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -53,11 +45,12 @@ class Stats:
     def as_json(self) -> dict[str, Any]:
         """Plain values, the derived figures included."""
         return {
-            **dataclasses.asdict(self),
-            "accepted_per_position": list(self.accepted_per_position),
-            "acceptance_length": self.acceptance_length,
-            "acceptance_rate_per_position": self.acceptance_rate_per_position
-            and list(self.acceptance_rate_per_position),
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "num_rounds": self.num_rounds,
+            **self.acceptance.as_dict(),
+            "time_to_first_token_s": self.time_to_first_token_s,
+            "total_s": self.total_s,
             "output_tokens_per_s": self.output_tokens_per_s,
         }
 
@@ -100,46 +93,13 @@ class GenerationResult:
         return content
 
 
-def count_acceptance(
-    draft_depths: Sequence[int], round_drafts: Sequence[int], num_positions: int
-) -> tuple[int, int, tuple[int, ...]]:
-    """(draft rounds, drafted tokens, accepted per position) of the tokens that were kept.
-
-    Every round ends with a token of the target's own (depth 0), or with the last token kept. A
-    stop inside a block drops the rest of it, so tokens past a stop do not count.
-    """
-    rounds = drafted = 0
-    accepted = [0] * num_positions
-    last = len(draft_depths) - 1
-    for index, (depth, drafts) in enumerate(zip(draft_depths, round_drafts, strict=True)):
-        if depth > 0:
-            accepted[depth - 1] += 1
-        if drafts > 0 and (depth == 0 or index == last):
-            rounds += 1
-            drafted += drafts
-    return rounds, drafted, tuple(accepted)
-
-
 def combine(stats: Sequence[Stats]) -> Stats:
     """The figures of several requests together; times are those of the slowest."""
-    positions = max((len(one.accepted_per_position) for one in stats), default=0)
-
-    def place(one: Stats, index: int) -> int:
-        counts = one.accepted_per_position
-        return counts[index] if index < len(counts) else 0
-
-    def total(name: str) -> int:
-        return sum(getattr(one, name) for one in stats)
-
     return Stats(
-        num_prompt_tokens=total("num_prompt_tokens"),
-        num_output_tokens=total("num_output_tokens"),
-        num_rounds=total("num_rounds"),
-        num_draft_rounds=total("num_draft_rounds"),
-        num_draft_tokens=total("num_draft_tokens"),
-        accepted_per_position=tuple(
-            sum(place(one, index) for one in stats) for index in range(positions)
-        ),
+        num_prompt_tokens=sum(one.num_prompt_tokens for one in stats),
+        num_output_tokens=sum(one.num_output_tokens for one in stats),
+        num_rounds=sum(one.num_rounds for one in stats),
+        acceptance=merge_stats(one.acceptance for one in stats),
         time_to_first_token_s=max((one.time_to_first_token_s for one in stats), default=0.0),
         total_s=max((one.total_s for one in stats), default=0.0),
     )

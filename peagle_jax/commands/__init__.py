@@ -1,0 +1,1 @@
+"""The subcommands of `peagle`, a module each: `HELP`, `add_arguments(parser)`, `run(arguments)`."""
