@@ -84,6 +84,7 @@ def drafter_config(
     head = head_keys(config)
     decoder = head.decoder
     _refuse_unsupported(config, decoder)
+    _refuse_tied(head, tensor_names)
     hidden = decoder.integer("hidden_size")
     vocab = decoder.integer("vocab_size")
     style = _style(head)
@@ -148,6 +149,17 @@ def _refuse_unsupported(config: Fields, decoder: Fields) -> None:
     if config.has("eagle_config"):
         for key, neutral in _UNSUPPORTED_EAGLE.items():
             config.child("eagle_config").only(key, neutral, "not supported in a drafter")
+
+
+def _refuse_tied(head: HeadKeys, names: Collection[str] | None) -> None:
+    """A head tied to the drafter's own embedding; where both are stored, the key means nothing."""
+    if names is None or "lm_head.weight" in names or "embed_tokens.weight" not in names:
+        return
+    if head.flag("tie_word_embeddings", False):
+        raise CheckpointError(
+            f"{head.config.where}: tie_word_embeddings: the weights hold an embedding and no "
+            "lm_head.weight; write the head into the file and set the key to false"
+        )
 
 
 def _style(head: HeadKeys) -> Literal["llama", "qwen3"]:

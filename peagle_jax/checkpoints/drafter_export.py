@@ -97,7 +97,7 @@ def convert_drafter(
     for part in drafter_parts(config):
         for name, shape in part.tensors:
             if name in files.stored:
-                kind = files.weights.tensors[files.stored[name]].dtype
+                kind = files.info(name).dtype
                 tensors[name] = _lazy(shape, kind, lambda n=name, s=shape: files.read(n, s))
     tensors |= _vocabulary_tensors(config, files.offsets)
     content = drafter_json(

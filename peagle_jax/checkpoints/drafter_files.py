@@ -7,18 +7,21 @@ embedding, and the head where the draft vocabulary is the target's. Writing: dra
 import contextlib
 import dataclasses
 import math
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from peagle_jax.checkpoints.drafter_config import read_drafter_config
 from peagle_jax.checkpoints.drafter_tensors import Part, canonical_names, drafter_parts
-from peagle_jax.checkpoints.fields import CheckpointError, PathLike, read_json
-from peagle_jax.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, open_safetensors
+from peagle_jax.checkpoints.fields import CheckpointError, PathLike
+from peagle_jax.checkpoints.load import default_dtype
+from peagle_jax.checkpoints.safetensors_file import TensorInfo
+from peagle_jax.checkpoints.shards import Shards, open_shards
 from peagle_jax.models.config import DrafterConfig, TargetConfig
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.parameters import weight
@@ -40,8 +43,9 @@ def load_drafter(
 
     target_config: the target it must fit; `target`'s own by default. target: lends its embedding
     or head where the folder has none. dtype: of parameters and computation, by default the
-    file's. mesh: devices to lay the parameters out on. parallel_drafting: None takes the head for
-    what its files say it is; False loads a P-EAGLE head for EAGLE-3 drafting.
+    target's, or without one float32 on CPU and bfloat16 on a GPU. mesh: devices to lay the
+    parameters out on. parallel_drafting: None takes the head for what its files say it is; False
+    loads a P-EAGLE head for EAGLE-3 drafting.
 
     Raises CheckpointError (a ValueError) that names file, tensor and key for whatever is missing,
     unexpected, of another shape, or does not fit the target. Warns about guesses.
@@ -52,8 +56,9 @@ def load_drafter(
         folder, target_config=target_config, parallel_drafting=parallel_drafting
     )
     config = files.config
-    kind = files.dtype if dtype is None else jnp.dtype(dtype)
-    place = _placement(config, kind, mesh)
+    if dtype is None:
+        dtype = default_dtype() if target is None else target.dtype
+    kind, place = jnp.dtype(dtype), _placement(mesh)
     by_parameter = {part.parameter: part for part in drafter_parts(config)}
 
     def source(name: str, shape: tuple[int, ...], wanted: Any) -> Array:
@@ -61,7 +66,7 @@ def load_drafter(
             return place(name, files.offsets)
         part = by_parameter[name]
         if any(tensor not in files.stored for tensor in part.names):
-            return _borrow(files.weights.where, part, config, target, shape, wanted)
+            return _borrow(files.shards.where, part, config, target, shape, wanted)
         arrays = tuple(files.read(tensor, stored_as) for tensor, stored_as in part.tensors)
         return place(name, np.asarray(part.join(arrays)).astype(wanted))
 
@@ -77,18 +82,22 @@ class DrafterFiles:
     """
 
     config: DrafterConfig
-    weights: "DrafterWeights"
+    shards: Shards
     stored: dict[str, str]
     offsets: np.ndarray
+
+    def info(self, name: str) -> TensorInfo:
+        """Header row of the tensor of canonical name `name`."""
+        return self.shards.file(self.stored[name]).info(self.stored[name])
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype of the weights."""
-        return self.weights.tensors[self.stored["norm.weight"]].dtype
+        return self.info("norm.weight").dtype
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """The tensor of canonical name `name`, regarded as `shape`, in the file's dtype."""
-        return self.weights.read(self.stored[name], shape)
+        return self.shards.file(self.stored[name]).read(self.stored[name]).reshape(shape)
 
 
 def read_drafter_files(
@@ -98,74 +107,22 @@ def read_drafter_files(
     parallel_drafting: bool | None = None,
 ) -> DrafterFiles:
     """Config and headers of a drafter's folder, with every check that needs no weights."""
-    weights = open_drafter_weights(folder)
-    with _naming(weights.where):
-        stored = canonical_names(weights.tensors)
+    shards = open_shards(folder)
+    with _naming(shards.where):
+        stored = canonical_names(shards.files)
     config = read_drafter_config(
         folder,
         target_config=target_config,
         tensor_names=frozenset(stored),
         parallel_drafting=parallel_drafting,
     )
-    _check_tensors(weights, stored, drafter_parts(config), config)
-    offsets = _read_offsets(weights, stored, config, target_config)
-    return DrafterFiles(config, weights, stored, offsets)
-
-
-@dataclasses.dataclass(frozen=True)
-class DrafterWeights:
-    """The weight files of a folder, headers read; `where` names them in errors."""
-
-    where: str
-    files: dict[str, SafetensorsFile]
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return {name: file.tensors[name] for name, file in self.files.items()}
-
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Tensor `name`, regarded as `shape`, in the file's dtype."""
-        return self.files[name].read(name).reshape(shape)
-
-
-def open_drafter_weights(folder: PathLike) -> DrafterWeights:
-    """Headers of model.safetensors, or of the shards that its index names.
-
-    Raises CheckpointError for a folder without safetensors, or a tensor that no shard holds.
-    """
-    root = Path(folder)
-    single, index = root / "model.safetensors", root / "model.safetensors.index.json"
-    if not root.is_dir():
-        raise CheckpointError(f"{root}: no such folder")
-    if single.is_file():
-        file = open_safetensors(single)
-        return DrafterWeights(str(single), dict.fromkeys(file.tensors, file))
-    if not index.is_file():
-        raise CheckpointError(f"{root}: no model.safetensors{_other_format(root)}")
-    shards: dict[str, SafetensorsFile] = {}
-    files: dict[str, SafetensorsFile] = {}
-    for name, shard in read_json(index).child("weight_map").raw.items():
-        if not isinstance(shard, str) or "/" in shard or "\\" in shard:
-            raise CheckpointError(f"{index}: tensor {name!r}: {shard!r} is not a file name")
-        if shard not in shards:
-            shards[shard] = open_safetensors(root / shard)
-        shards[shard].info(name)
-        files[name] = shards[shard]
-    return DrafterWeights(str(index), files)
-
-
-def _other_format(root: Path) -> str:
-    for name in ("pytorch_model.bin", "model.pt"):
-        if (root / name).exists():
-            return (
-                f", only {name}, which is not read because it can run code; convert it with "
-                "safetensors.torch.save_file"
-            )
-    return ""
+    _check_tensors(shards, stored, drafter_parts(config), config)
+    offsets = _read_offsets(shards, stored, config, target_config)
+    return DrafterFiles(config, shards, stored, offsets)
 
 
 def _check_tensors(
-    weights: DrafterWeights, stored: dict[str, str], parts: tuple[Part, ...], config: DrafterConfig
+    shards: Shards, stored: dict[str, str], parts: tuple[Part, ...], config: DrafterConfig
 ) -> None:
     """Names, shapes and dtypes of everything in the file, against what the config asks for."""
     expected = {name: (shape, part) for part in parts for name, shape in part.tensors}
@@ -173,51 +130,51 @@ def _check_tensors(
     missing = [name for name in expected if name not in stored and name not in (_EMBEDDING, _HEAD)]
     if missing and "layers.0.hidden_norm.weight" not in stored and "fc.weight" not in stored:
         raise CheckpointError(
-            f"{weights.where}: this looks like a target model, not a drafter: neither fc nor "
+            f"{shards.where}: this looks like a target model, not a drafter: neither fc nor "
             "layers.0.hidden_norm is there"
         )
     if missing:
         raise CheckpointError(
-            f"{weights.where}: tensors are missing: {', '.join(sorted(missing))}; the file is "
+            f"{shards.where}: tensors are missing: {', '.join(sorted(missing))}; the file is "
             "incomplete or its config.json asks for too much (number of layers, model_type, "
             "biases, norm_before_fc, fc_norm)"
         )
     unexpected = sorted(stored[name] for name in stored if name not in known)
     if unexpected:
         raise CheckpointError(
-            f"{weights.where}: tensors without a place: {', '.join(unexpected)}; config.json asks "
+            f"{shards.where}: tensors without a place: {', '.join(unexpected)}; config.json asks "
             "for too little (number of layers, model_type, biases, norm_before_fc, fc_norm)"
         )
     for name, (shape, part) in expected.items():
         if name in stored:
-            _check_tensor(weights, stored[name], shape, part)
+            _check_tensor(shards, stored[name], shape, part)
 
 
-def _check_tensor(weights: DrafterWeights, name: str, shape: tuple[int, ...], part: Part) -> None:
-    info = weights.tensors[name]
+def _check_tensor(shards: Shards, name: str, shape: tuple[int, ...], part: Part) -> None:
+    info = shards.file(name).info(name)
     same = info.shape == shape
     if part.parameter == "mask_hidden":
         same = math.prod(info.shape) == math.prod(shape)
     if not same:
         raise CheckpointError(
-            f"{weights.where}: tensor {name!r} has shape {list(info.shape)}, config.json asks for "
+            f"{shards.where}: tensor {name!r} has shape {list(info.shape)}, config.json asks for "
             f"{list(shape)} (from {part.keys})"
         )
     if not jnp.issubdtype(info.dtype, jnp.floating) or info.dtype.itemsize < 2:
         raise CheckpointError(
-            f"{weights.where}: tensor {name!r} has dtype {info.dtype}; drafters are read as "
+            f"{shards.where}: tensor {name!r} has dtype {info.dtype}; drafters are read as "
             "float32, bfloat16 or float16"
         )
 
 
 def _read_offsets(
-    weights: DrafterWeights,
+    shards: Shards,
     stored: dict[str, str],
     config: DrafterConfig,
     target: TargetConfig | None,
 ) -> np.ndarray:
     """d2t [Vd] int32: offsets, so that draft id i stands for target id i + d2t[i]."""
-    where, size = weights.where, config.draft_vocab_size
+    where, size = shards.where, config.draft_vocab_size
     vocab = config.vocab_size if target is None else min(config.vocab_size, target.vocab_size)
     if "d2t" not in stored:
         if size < vocab:
@@ -227,13 +184,14 @@ def _read_offsets(
                 "export it again with its vocabulary mapping"
             )
         return np.zeros(size, np.int32)
-    info = weights.tensors[stored["d2t"]]
+    file = shards.file(stored["d2t"])
+    info = file.info(stored["d2t"])
     if info.shape != (size,) or not np.issubdtype(info.dtype, np.integer):
         raise CheckpointError(
             f"{where}: tensor d2t is {info.dtype} {list(info.shape)}, expected integers "
             f"[{size}] (from draft_vocab_size)"
         )
-    offsets = weights.read(stored["d2t"], (size,)).astype(np.int64)
+    offsets = file.read(stored["d2t"]).astype(np.int64)
     ids = np.arange(size) + offsets
     outside = (ids < 0) if size > vocab else (ids < 0) | (ids >= vocab)
     if outside.any():
@@ -248,24 +206,24 @@ def _read_offsets(
             f"{where}: tensor d2t maps two draft ids to one target id; it must hold offsets, "
             "target id = draft id + d2t[draft id]"
         )
-    _check_kept(weights, stored, inside)
+    _check_kept(shards, stored, inside)
     return offsets.astype(np.int32)
 
 
-def _check_kept(weights: DrafterWeights, stored: dict[str, str], ids: np.ndarray) -> None:
+def _check_kept(shards: Shards, stored: dict[str, str], ids: np.ndarray) -> None:
     """t2d, where it is there, must mark exactly the ids of d2t; only d2t is used."""
     if "t2d" not in stored:
         return
-    info = weights.tensors[stored["t2d"]]
-    marks = weights.read(stored["t2d"], info.shape)
+    file = shards.file(stored["t2d"])
+    info, marks = file.info(stored["t2d"]), file.read(stored["t2d"])
     if info.dtype != np.bool_ or marks.ndim != 1 or marks.size <= ids.max():
         raise CheckpointError(
-            f"{weights.where}: tensor t2d is {info.dtype} {list(info.shape)}, expected bool "
+            f"{shards.where}: tensor t2d is {info.dtype} {list(info.shape)}, expected bool "
             "[vocab_size]"
         )
     if marks.sum() != len(ids) or not marks[ids].all():
         raise CheckpointError(
-            f"{weights.where}: tensors d2t and t2d disagree on which tokens are drafted; d2t holds "
+            f"{shards.where}: tensors d2t and t2d disagree on which tokens are drafted; d2t holds "
             "offsets (target id = draft id + d2t[draft id]), t2d marks the target ids"
         )
 
@@ -304,11 +262,17 @@ def _borrow(
     return value
 
 
-def _placement(config: DrafterConfig, dtype: Any, mesh: jax.sharding.Mesh | None) -> Any:
+def _placement(mesh: jax.sharding.Mesh | None) -> Callable[[str, np.ndarray], Array]:
     """Put one parameter where it belongs, by name."""
     if mesh is None:
         return lambda name, value: jnp.asarray(value)
-    raise NotImplementedError
+    from peagle_jax.sharding import parameter_spec
+
+    def place(name: str, value: np.ndarray) -> Array:
+        sharding = NamedSharding(mesh, parameter_spec(name, value.shape, mesh))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    return place
 
 
 @contextlib.contextmanager
