@@ -13,6 +13,7 @@ from peagle_jax.models.config import TargetConfig
 from peagle_jax.models.layers import DecoderLayer, LayerOptions
 from peagle_jax.models.parameters import Source, abstract_source, random_source, scoped, weight
 from peagle_jax.models.primitives import norm, precision
+from peagle_jax.sharding import constrain
 
 
 @jax.tree_util.register_dataclass
@@ -75,11 +76,12 @@ class Target(nnx.Module):
             raise ValueError(f"taps {taps} must lie in 0..{layers} (convention T, {layers} layers)")
         if cache is not None and len(cache.layers) != layers:
             raise ValueError(f"the cache has {len(cache.layers)} layers, the model {layers}")
-        x = self.embed(jnp.where(positions >= 0, tokens, 0))
+        x = constrain(self.embed(jnp.where(positions >= 0, tokens, 0)), "batch", "sequence")
         stream, caches = [x], []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[index]
             x, layer_cache = layer(x, positions, layer_cache, segment_ids=segment_ids)
+            x = constrain(x, "batch", "sequence")
             stream.append(x)
             caches.append(layer_cache)
         return TargetOutput(
