@@ -9,7 +9,7 @@ transposed as a whole.
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -28,6 +28,7 @@ _ALIGNMENT = 64
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
+@runtime_checkable
 class Source(Protocol):
     """A stored tensor seen with shape `shape`; `read` gives a block of it as numbers."""
 
