@@ -53,10 +53,13 @@ TABLE: dict[str, dict[str, dict[str, Launch]]] = {
     },
     "short_query_attention": {
         # By the bytes of one key row. `rows` is the most packed query rows of a block.
-        "32B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 128})},
-        "64B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 128})},
-        "128B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 128})},
-        "256B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 64})},
+        "32B": {"any": Launch(num_warps=4, num_stages=3, blocks={"rows": 64, "keys": 64})},
+        "64B": {"any": Launch(num_warps=4, num_stages=3, blocks={"rows": 64, "keys": 64})},
+        "128B": {"any": Launch(num_warps=4, num_stages=3, blocks={"rows": 64, "keys": 64})},
+        "256B": {
+            "any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 64}),
+            "a100": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 32}),
+        },
         "512B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 64, "keys": 64})},
         "1024B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 32, "keys": 32})},
         "2048B": {"any": Launch(num_warps=8, num_stages=1, blocks={"rows": 16, "keys": 16})},

@@ -56,8 +56,8 @@ def short_query_attention(
       query_positions: absolute position of each row; -1 marks a padding row, whose output is zero.
       block_table: the page of each S-th part of a request's positions; entries outside the pages
         hold nothing.
-      key_positions: for contiguous ring caches, the position in each slot, -1 for none. None: slot s
-        holds position s.
+      key_positions: for contiguous ring caches, the position in each slot, -1 for none. None: slot
+        s holds position s.
       num_valid: slots at or past it hold nothing. None: all up to the row's position do.
       scale: factor of the scores; head_dim ** -0.5 by default.
       window: number of keys that a row sees, itself included; None for all.

@@ -139,11 +139,13 @@ def _kernel(
     _, num_rows, heads, size = ref["query"].shape
     group = heads // ref["keys"].shape[2]
     block_size = max(pl.next_power_of_2(size), 16)
-    tile, split = pl.program_id(0) // splits, pl.program_id(0) % splits
+    tile = jax.lax.div(pl.program_id(0), splits)
+    split = pl.program_id(0) - tile * splits
     kv_head, request = pl.program_id(1), pl.program_id(2)
 
     packed = tile * rows + jnp.arange(rows, dtype=jnp.int32)
-    row, head = packed // group, kv_head * group + packed % group
+    row = jax.lax.div(packed, jnp.int32(group))
+    head = kv_head * group + packed - row * group
     row_lives = row < num_rows
     column = jnp.arange(block_size, dtype=jnp.int32)
     column_lives = (column < size)[None, :]
@@ -161,7 +163,7 @@ def _kernel(
         label="query",
     )
     first, past, last = _visible_slots(ref, request, position, slots, window)
-    first_block = first // block_keys
+    first_block = jax.lax.div(first, block_keys)
     share = pl.cdiv(pl.cdiv(past, block_keys) - first_block, splits)
     start = first_block + split * share
     stop = jnp.minimum(start + share, pl.cdiv(past, block_keys))
@@ -240,7 +242,7 @@ def _visible_slots(ref, request, position, slots, window):
     """First and past-the-last slot that some row may see, and the largest position of the rows."""
     last = jnp.max(position)
     if "key_positions" in ref:
-        first, past = jnp.int32(0), jnp.where(last >= 0, slots, 0)
+        first, past = jnp.int32(0), (last >= 0).astype(jnp.int32) * slots
     else:
         first, past = jnp.int32(0), jnp.minimum(last + 1, slots)
         if window is not None:
@@ -265,11 +267,12 @@ def _locate(ref, request, slot, first, past, last):
     if "block_table" not in ref:
         return key_position, present, (request, slot[:, None])
     pages, page_size = ref["keys"].shape[:2]
+    part = jax.lax.div(slot, jnp.int32(page_size))
     page = memory.load(
-        ref["block_table"].at[request, slot // page_size],
+        ref["block_table"].at[request, part],
         mask=present,
         other=-1,
         label="block_table",
     )
     present &= (page >= 0) & (page < pages)
-    return key_position, present, (page[:, None], (slot % page_size)[:, None])
+    return key_position, present, (page[:, None], (slot - part * page_size)[:, None])
