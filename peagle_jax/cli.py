@@ -7,6 +7,8 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from peagle_jax.cli_flags import UsageError
+
 COMMANDS = {
     "generate": "answer a prompt, streaming, with or without a drafter",
     "models": "list the public targets and the heads known for them",
@@ -17,7 +19,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. 0: done; 1: it could not be done, said in one line; 2: bad usage."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="peagle", description="Lossless speculative decoding with P-EAGLE drafters, in JAX."
     )
     parser.add_argument("--version", action="store_true", help="print the version and stop")
@@ -41,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _keep_compiled_programs()
     try:
         return _module(options.command).run(options)
+    except UsageError as error:
+        print(f"peagle {options.command}: {error}", file=sys.stderr)
+        return 2
     except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("PEAGLE_TRACEBACK"):
             raise
@@ -48,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad usage in one line; the whole usage is for --help."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def _module(name: str):

@@ -9,6 +9,10 @@ from peagle_jax.decoding.params import MAX_SPECULATIVE_TOKENS, RULES, SamplingPa
 METHODS = ("p-eagle", "eagle3", "prompt-lookup", "none")
 
 
+class UsageError(ValueError):
+    """Flags whose values cannot be served; the message names the flag and what is allowed."""
+
+
 def num_speculative_tokens(text: str) -> int:
     """K, or an argparse error that names the value and the range."""
     try:
@@ -97,17 +101,20 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """The parameters that the flags ask for. Raises ValueError naming the field."""
+    """The parameters that the flags ask for. Raises UsageError naming the field."""
     same = (
         *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens"),
         *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs"),
         *("logit_bias", "ignore_eos", "rule"),
     )
-    return SamplingParams(
-        **{name: getattr(arguments, name) for name in same},
-        stop=tuple(arguments.stop),
-        stop_token_ids=tuple(arguments.stop_token_ids),
-    )
+    try:
+        return SamplingParams(
+            **{name: getattr(arguments, name) for name in same},
+            stop=tuple(arguments.stop),
+            stop_token_ids=tuple(arguments.stop_token_ids),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _bias(text: str) -> dict[int, float]:

@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from peagle_jax.cli_flags import add_model_flags, add_sampling_flags, sampling_params
+from peagle_jax.cli_flags import UsageError, add_model_flags, add_sampling_flags, sampling_params
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def load_engine(arguments: argparse.Namespace) -> Any:
-    """The engine that the model flags name. Raises ValueError where they contradict each other."""
+    """The engine that the model flags name. Raises UsageError where they contradict each other."""
     from peagle_jax.loading import load
 
     drafter = arguments.drafter
@@ -51,7 +51,7 @@ def load_engine(arguments: argparse.Namespace) -> Any:
             if value is not None
         ]
         if named:
-            raise ValueError(f"--speculative-config and {named[0]} say the same thing; give one")
+            raise UsageError(f"--speculative-config and {named[0]} say the same thing; give one")
         drafter = arguments.speculative_config
     return load(
         arguments.target,

@@ -15,14 +15,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(table, indent=1))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = ("target", "head", "method", "tokens per pass", "taps", "files", "verified", "note")
-    view = Table(show_lines=True)
-    for name in shown:
-        view.add_column(name, overflow="fold")
+    target = None
     for row in table:
-        view.add_row(*(row[name] for name in shown))
-    Console().print(view)
+        if row["target"] != target:
+            target = row["target"]
+            print(target)
+        print(f"  {row['head']}")
+        facts = [row["method"], row["context"] and "long context"]
+        facts += [row["layers"] and f"{row['layers']} layers"]
+        facts += [row["tokens per pass"] and f"{row['tokens per pass']} tokens per pass"]
+        facts += [row["taps"] and f"taps {row['taps']}"]
+        for line in (", ".join(filter(None, facts)), row["files"], row["note"]):
+            if line:
+                print(f"    {line}")
+        print(f"    verified: {row['verified']}")
     return 0
