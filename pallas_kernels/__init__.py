@@ -2,6 +2,11 @@
 
 from pallas_kernels.dispatch import Implementation as Implementation
 from pallas_kernels.dispatch import KernelSharding as KernelSharding
+from pallas_kernels.expand_batch import CacheLayout as CacheLayout
+from pallas_kernels.expand_batch import ExpandedBatch as ExpandedBatch
+from pallas_kernels.expand_batch import ExpandedTile as ExpandedTile
+from pallas_kernels.expand_batch import expand_batch as expand_batch
+from pallas_kernels.expand_batch import expand_tile as expand_tile
 from pallas_kernels.fill_hidden import fill_hidden as fill_hidden
 from pallas_kernels.fill_hidden import fill_hidden_tile as fill_hidden_tile
 from pallas_kernels.short_query_attention import short_query_attention as short_query_attention
