@@ -157,6 +157,26 @@ def attention_block(
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T H"], LayerCache | None]:
     """Projections, norms, rotation, attention and output projection of normed rows `x`."""
+    layer, options = module.layer, module.options
+    query, key, value = attention_inputs(module, x, positions)
+    out, cache = attention(
+        query,
+        key,
+        value,
+        positions,
+        cache,
+        scale=attention_scale(module),
+        window=layer.window,
+        sinks=weight(module.sinks, jnp.float32) if options.attention_sinks else None,
+        segment_ids=segment_ids,
+    )
+    return attention_output(module, out), cache
+
+
+def attention_inputs(
+    module: nnx.Module, x: Float[Array, "B T input"], positions: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T KV G D"], Float[Array, "B T KV D"], Float[Array, "B T KV D"]]:
+    """Queries and keys, normed and rotated, and values of normed rows `x`."""
     layer, options, dtype = module.layer, module.options, x.dtype
     group = layer.group_size
     mixed = product(x, weight(module.qkv, dtype), 1)
@@ -169,22 +189,23 @@ def attention_block(
     if options.value_norm:
         value = rms_norm(value, None, options.norm_eps, options.norm_cast)
     cos, sin = rotation(positions, layer.rope, layer.head_dim)
-    scale = options.attention_scale
-    out, cache = attention(
-        rotate(query, cos, sin),
-        rotate(key, cos, sin),
-        value,
-        positions,
-        cache,
-        scale=layer.head_dim**-0.5 if scale is None else scale,
-        window=layer.window,
-        sinks=weight(module.sinks, jnp.float32) if options.attention_sinks else None,
-        segment_ids=segment_ids,
-    )
-    out = product(out, weight(module.o, dtype), 3)
-    if options.attention_bias:
-        out = out + weight(module.o_bias, dtype)[None, None]
-    return out, cache
+    return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+
+def attention_scale(module: nnx.Module) -> float:
+    """The factor on the attention scores of a layer."""
+    scale = module.options.attention_scale
+    return module.layer.head_dim**-0.5 if scale is None else scale
+
+
+def attention_output(
+    module: nnx.Module, attended: Float[Array, "B T KV G D"]
+) -> Float[Array, "B T H"]:
+    """The output projection of what the heads read."""
+    out = product(attended, weight(module.o, attended.dtype), 3)
+    if module.options.attention_bias:
+        out = out + weight(module.o_bias, attended.dtype)[None, None]
+    return out
 
 
 def mlp_block(
