@@ -76,6 +76,11 @@ class GgufTokenizer:
             self.render_chat, self.encode, self.special_ids
         )
 
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The `tokenizers` object; it adds no begin token by itself."""
+        return self._backend
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = self._backend.encode(text, add_special_tokens=False).ids
         if add_special_tokens and self._add_bos and self.bos_id is not None:
