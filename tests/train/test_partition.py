@@ -166,6 +166,25 @@ def test_a_given_draw_finds_its_slots(case):
         element_slots(chunks, np.array([0]), np.array([3]))
 
 
+def test_A6_the_layout_alone_tells_which_rows_see_which():
+    """The published example: 50 visible pairs, read off the chunks without any mask."""
+    anchors = np.array([0, 1, 2, 3, 4, 5, 0, 1, 3, 4, 0, 3, 0])
+    depths = np.array([0] * 6 + [1] * 4 + [2] * 2 + [3])
+    lengths = lengths_from_elements(anchors, depths, 6)
+    chunks = pack(lengths, plan_chunks(int(lengths.sum()), 3, num_chunks=2))
+    slot_of = element_slots(chunks, anchors, depths)
+    element_at = {int(slot): e for e, slot in enumerate(slot_of) if slot >= 0}
+    sees = []
+    for element, (anchor, depth) in enumerate(zip(anchors, depths, strict=True)):
+        # A mask row's own keys are the `depth` slots that end with it.
+        own = [element_at[slot_of[element] - back] for back in range(depth)]
+        sees.append(set(range(anchor + 1)) | set(own) if depth else set(range(anchor + 1)))
+    assert sum(map(len, sees)) == 50
+    assert sees[9] == {0, 1, 2, 3, 4, 9}
+    assert sees[11] == {0, 1, 2, 3, 8, 11}
+    assert sees[12] == {0, 6, 10, 12}
+
+
 def test_worked_example_of_the_paper():
     """n = 16, S = 2: row 8 at depth 2 stays with its predecessor, row 7 at depth 1."""
     rows_at = {

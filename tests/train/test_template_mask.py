@@ -1,10 +1,14 @@
 """Assistant-only loss masks: which tokens, after which prompt, in which row."""
 
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from peagle_jax.text.tokenizer import load_tokenizer
+from tests.smollm2_file import smollm2_gguf
 from tests.train.toy_tokenizers import TOKENIZERS
 from train.data.pack import truncate
 from train.data.template_mask import mask_conversation
@@ -145,6 +149,25 @@ def test_spans_and_the_prompts_before_them(case):
         if row.loss_mask[i] and not row.loss_mask[i - 1]
     ]
     assert before == prompts
+
+
+def test_real_chat_model_gets_the_rows_it_was_served_with():
+    """SmolLM2: recorded prompts (transformers) and what the model answered to them, id by id."""
+    tokenizer = load_tokenizer(smollm2_gguf())
+    golden = json.loads((Path(__file__).parents[1] / "data" / "smollm2.json").read_text("utf-8"))
+    compared = 0
+    for prompt in golden["prompts"]:
+        stop = prompt["first_stop_step"]
+        answer = prompt["greedy_ids"][: 40 if stop is None else stop]
+        text = tokenizer.decode(answer)
+        if text.strip() != text or tokenizer.encode(text, add_special_tokens=False) != answer:
+            continue  # cut or written so that its text has another tokenisation
+        (row,) = mask_conversation(tokenizer, chat(prompt["prompt"], text)).rows
+        served = prompt["token_ids"][: prompt["n_prompt_tokens"]]
+        assert row.tokens == [*served, *answer, tokenizer.eos_id]
+        assert row.loss_mask == [False] * len(served) + [True] * (len(answer) + 1)
+        compared += 1
+    assert compared >= 8
 
 
 def test_E1_template_without_marks_supervises_the_answer_alone():

@@ -40,6 +40,47 @@ class SampleSource(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Subset:
+    """Some rows of a source, as a source."""
+
+    source: SampleSource
+    rows: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.source.lengths[self.rows]
+
+    @property
+    def digest(self) -> str:
+        chosen = np.asarray(self.rows, np.int64).tobytes()
+        return hashlib.sha256(self.source.digest.encode() + chosen).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Sample:
+        return self.source[int(self.rows[row])]
+
+
+def hold_out(source: SampleSource, fraction: float, *, seed: int = 0) -> tuple[Subset, Subset]:
+    """Rows to train on and rows to validate on; at least one of each where `fraction` is not 0.
+
+    Raises:
+        ValueError: `fraction` is not in [0, 1), or there is no row to spare.
+    """
+    if not 0 <= fraction < 1:
+        raise ValueError(f"the held-out fraction is {fraction}; it must be in [0, 1).")
+    held = 0 if fraction == 0 else max(1, round(len(source) * fraction))
+    if held >= len(source):
+        raise ValueError(f"cannot hold out {held} of {len(source)} rows.")
+    order = np.random.default_rng(seed).permutation(len(source))
+    return (
+        Subset(source=source, rows=np.sort(order[held:])),
+        Subset(source=source, rows=np.sort(order[:held])),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """How rows become batches.
 
