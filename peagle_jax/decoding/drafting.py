@@ -6,7 +6,7 @@ proposed, verification keeps the output lossless.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class RoundView:
     requests: Requests
 
 
+@runtime_checkable
 class Method(Protocol):
     """One way to draft. `num_drafts` is K; `taps` are the target layers it reads (convention T)."""
 

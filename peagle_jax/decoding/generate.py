@@ -72,7 +72,7 @@ class GenerateFn:
         *,
         batch_size: int | None = None,
     ) -> tuple[Requests, np.ndarray]:
-        """Checked requests and the token buffer with their prompts, as NumPy arrays.
+        """Checked requests, and the token buffer with their prompts (NumPy).
 
         Raises: ValueError that names the request and the field.
         """
@@ -103,8 +103,11 @@ class GenerateFn:
         """The state of a new batch, padded with finished rows to `batch_size`."""
         return self.compiled.empty(*self.requests(prompts, params, batch_size=batch_size))
 
-    def empty_state(self, requests: Requests, tokens: Int[Array, "B S"]) -> DecodeState:
-        """The state before prefill, with fresh caches (pure; the arrays come from `requests`)."""
+    def empty_state(
+        self, requests: Requests, tokens: Int[Array | np.ndarray, "B S"]
+    ) -> DecodeState:
+        """The state before prefill, with fresh caches; takes what `requests` gives. Pure."""
+        tokens = jnp.asarray(tokens)
         batch = tokens.shape[0]
         rows = max(self.max_prefill_chunk, self.num_speculative_tokens + 1)
         cache = init_cache(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 Rule = Literal["match", "rejection", "block"]
+Number = int | float
 RULES: tuple[Rule, ...] = ("match", "rejection", "block")
 
 MAX_SPECULATIVE_TOKENS = 31
@@ -46,15 +47,15 @@ class SamplingParams:
         drafts, 0 none. Data of the program, never a new one.
     """
 
-    temperature: float = 0.0
+    temperature: Number = 0.0
     top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: Number = 1.0
+    min_p: Number = 0.0
     seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    repetition_penalty: Number = 1.0
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+    logit_bias: Mapping[int, Number] = dataclasses.field(default_factory=dict)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int | None = 256
@@ -62,7 +63,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     rule: Rule = "match"
-    draft_temperature: float | None = None
+    draft_temperature: Number | None = None
     num_speculative_tokens: int | None = None
 
     def __post_init__(self):
@@ -170,7 +171,7 @@ def check_num_speculative_tokens(value: int, *, name: str = "num_speculative_tok
     return value
 
 
-def _temperature(name: str, value: float) -> None:
+def _temperature(name: str, value: Number) -> None:
     _number(name, value, low=0.0)
     if 0 < value < MIN_TEMPERATURE:
         raise ValueError(
@@ -180,10 +181,10 @@ def _temperature(name: str, value: float) -> None:
 
 def _number(
     name: str,
-    value: float,
+    value: Number,
     *,
-    low: float = -math.inf,
-    high: float = math.inf,
+    low: Number = -math.inf,
+    high: Number = math.inf,
     open_low: bool = False,
 ) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -198,7 +199,7 @@ def _integer(name: str, value: int, *, low: int, high: int | None = None) -> Non
         raise ValueError(f"{name} must be an integer, {_range(low, bound, False)}, got {value!r}")
 
 
-def _range(low: float, high: float, open_low: bool) -> str:
+def _range(low: Number, high: Number, open_low: bool) -> str:
     if low == -math.inf and high == math.inf:
         return "a finite number"
     if high == math.inf:

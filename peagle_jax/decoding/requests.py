@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from peagle_jax.decoding import keys
-from peagle_jax.decoding.params import RULES, SamplingParams, check_request
+from peagle_jax.decoding.params import RULES, Number, SamplingParams, check_request
 
 MATCH, REJECTION, BLOCK = range(len(RULES))
 
@@ -46,12 +46,15 @@ class Features:
         )
 
     def covers(self, other: "Features") -> bool:
+        """Whether a program with these features can serve what needs `other`."""
+        logprobs = other.logprobs is None or (
+            self.logprobs is not None and self.logprobs >= other.logprobs
+        )
         return (
-            self.sampled >= other.sampled
+            logprobs
+            and self.sampled >= other.sampled
             and self.penalties >= other.penalties
             and self.draft_law >= other.draft_law
-            and (other.logprobs is None or (self.logprobs or -1) >= other.logprobs)
-            and (other.logprobs is None or self.logprobs is not None)
         )
 
 
@@ -105,7 +108,7 @@ def make_requests(
     features: Features,
     max_stop_ids: int,
 ) -> Requests:
-    """Check every request and write it into one row (NumPy arrays: nothing runs on a device here).
+    """Check every request and write it into one row.
 
     Raises: ValueError naming the request and field that is bad, or the feature that the program
       was not built with.
@@ -125,7 +128,7 @@ def make_requests(
         except ValueError as error:
             raise ValueError(f"request {row}: {error}") from None
 
-    def column(values: Sequence, dtype: np.typing.DTypeLike, fill: float) -> np.ndarray:
+    def padded(values: Sequence, dtype: np.typing.DTypeLike, fill: Number) -> np.ndarray:
         rest = [fill] * (batch_size - len(prompts))
         return np.asarray([*values, *rest], dtype)
 
@@ -139,12 +142,12 @@ def make_requests(
             for token, value in one.logit_bias.items():
                 bias[row, token] = value
     most = num_speculative_tokens
-    return Requests(
-        prompt_length=column([len(p) for p in prompts], np.int32, 0),
-        limit=column(limits, np.int32, 0),
-        min_tokens=column([p.min_tokens for p in params], np.int32, 0),
+    columns = dict(
+        prompt_length=padded([len(p) for p in prompts], np.int32, 0),
+        limit=padded(limits, np.int32, 0),
+        min_tokens=padded([p.min_tokens for p in params], np.int32, 0),
         stop_ids=stop_ids,
-        num_drafts=column(
+        num_drafts=padded(
             [
                 most if p.num_speculative_tokens is None else min(p.num_speculative_tokens, most)
                 for p in params
@@ -158,20 +161,23 @@ def make_requests(
                 np.zeros((batch_size - len(params), 2), np.uint32),
             ]
         ),
-        temperature=column([p.temperature for p in params], np.float32, 0),
-        top_k=column([min(p.top_k, vocab_size) for p in params], np.int32, 0),
-        top_p=column([p.top_p for p in params], np.float32, 1),
-        min_p=column([p.min_p for p in params], np.float32, 0),
-        rule=column([RULES.index(p.rule) for p in params], np.int32, MATCH),
-        draft_temperature=column([_draft_temperature(p) for p in params], np.float32, 0),
-        repetition_penalty=column([p.repetition_penalty for p in params], np.float32, 1),
-        presence_penalty=column([p.presence_penalty for p in params], np.float32, 0),
-        frequency_penalty=column([p.frequency_penalty for p in params], np.float32, 0),
+        temperature=padded([p.temperature for p in params], np.float32, 0),
+        top_k=padded([min(p.top_k, vocab_size) for p in params], np.int32, 0),
+        top_p=padded([p.top_p for p in params], np.float32, 1),
+        min_p=padded([p.min_p for p in params], np.float32, 0),
+        rule=padded([RULES.index(p.rule) for p in params], np.int32, MATCH),
+        draft_temperature=padded([_draft_temperature(p) for p in params], np.float32, 0),
+        repetition_penalty=padded([p.repetition_penalty for p in params], np.float32, 1),
+        presence_penalty=padded([p.presence_penalty for p in params], np.float32, 0),
+        frequency_penalty=padded([p.frequency_penalty for p in params], np.float32, 0),
         bias=bias,
+    )
+    return Requests(
+        **{name: None if column is None else jnp.array(column) for name, column in columns.items()}
     )
 
 
-def _draft_temperature(params: SamplingParams) -> float:
+def _draft_temperature(params: SamplingParams) -> Number:
     if not params.samples_drafts:
         return 0.0
     if params.draft_temperature is None:
