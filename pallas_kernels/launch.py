@@ -64,6 +64,43 @@ TABLE: dict[str, dict[str, dict[str, Launch]]] = {
         "1024B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 32, "keys": 32})},
         "2048B": {"any": Launch(num_warps=8, num_stages=1, blocks={"rows": 16, "keys": 16})},
     },
+    # Training attention, by the bytes of one key row: a tile of rows against a block of keys.
+    "interval_attention_forward": {
+        "32B": {"any": Launch(num_warps=4, num_stages=3, blocks={"rows": 128, "keys": 64})},
+        "64B": {"any": Launch(num_warps=4, num_stages=3, blocks={"rows": 128, "keys": 64})},
+        "128B": {
+            "any": Launch(num_warps=4, num_stages=3, blocks={"rows": 128, "keys": 64}),
+            "a100": Launch(num_warps=8, num_stages=3, blocks={"rows": 128, "keys": 64}),
+        },
+        "256B": {"any": Launch(num_warps=8, num_stages=3, blocks={"rows": 128, "keys": 64})},
+        "512B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 64, "keys": 64})},
+        "1024B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 32, "keys": 32})},
+        "2048B": {"any": Launch(num_warps=8, num_stages=1, blocks={"rows": 16, "keys": 16})},
+    },
+    "interval_attention_d_query": {
+        "32B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 64})},
+        "64B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 64})},
+        "128B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 64})},
+        "256B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 64, "keys": 64})},
+        "512B": {
+            "any": Launch(num_warps=8, num_stages=2, blocks={"rows": 64, "keys": 32}),
+            "a100": Launch(num_warps=8, num_stages=2, blocks={"rows": 32, "keys": 32}),
+        },
+        "1024B": {"any": Launch(num_warps=8, num_stages=1, blocks={"rows": 32, "keys": 16})},
+        "2048B": {"any": Launch(num_warps=8, num_stages=1, blocks={"rows": 16, "keys": 16})},
+    },
+    "interval_attention_d_keys": {
+        "32B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 64})},
+        "64B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 64})},
+        "128B": {
+            "any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 64}),
+            "a100": Launch(num_warps=8, num_stages=2, blocks={"rows": 64, "keys": 64}),
+        },
+        "256B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 32, "keys": 64})},
+        "512B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 32, "keys": 32})},
+        "1024B": {"any": Launch(num_warps=8, num_stages=1, blocks={"rows": 16, "keys": 32})},
+        "2048B": {"any": Launch(num_warps=8, num_stages=1, blocks={"rows": 16, "keys": 16})},
+    },
 }
 
 

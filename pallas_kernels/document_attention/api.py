@@ -40,5 +40,7 @@ def document_attention(
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a row sees at least itself; use None for no window")
     first, last = document_intervals(document_ids, window)
-    out, _ = interval_attention(q, k, v, first, last, scale=scale, implementation=implementation)
+    out, _ = interval_attention(
+        q, k, v, first, last, scale=scale, implementation=implementation, name="document_attention"
+    )
     return out

@@ -1,1 +1,1 @@
-"""Attention in which every query row sees an interval of the keys: the core of training attention."""
+"""Attention where each row sees an interval of the keys: the core of training attention."""

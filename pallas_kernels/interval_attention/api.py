@@ -1,14 +1,22 @@
-"""Checks and choice of implementation for interval attention; its two users say what they mean.
+"""Checks, derivative and choice of implementation for interval attention.
 
-`document_attention` and `rollout_attention` are the public operations.
+`document_attention` and `rollout_attention` are the public operations; they say which intervals.
 """
 
 import functools
+from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.interval_attention import reference
+from pallas_kernels.dispatch import Implementation, select
+from pallas_kernels.interval_attention import reference, triton
+
+
+class _Setting(NamedTuple):
+    scale: float
+    implementation: Implementation | None
+    name: str
 
 
 def interval_attention(
@@ -21,12 +29,45 @@ def interval_attention(
     *,
     scale: float,
     implementation: Implementation | None = None,
+    name: str = "interval_attention",
 ) -> tuple[Float[Array, "B M N D"], Float[Array, "B N M"]]:
-    """See `reference.interval_attention`: output and log-sum-exp, both differentiable."""
+    """See `reference.interval_attention`: output and log-sum-exp, both differentiable.
+
+    What is kept for the backward direction is the inputs and the two results.
+    """
     _check(q, k, v, own)
-    del implementation
-    run = functools.partial(reference.interval_attention, scale=scale)
+    return _attend(_Setting(scale, implementation, name), q, k, v, first, last, own)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(setting: _Setting, q, k, v, first, last, own):
+    run = select(
+        functools.partial(reference.interval_attention, scale=setting.scale),
+        functools.partial(triton.forward, scale=setting.scale),
+        setting.implementation,
+        name=setting.name,
+    )
     return run(q, k, v, first, last, own)
+
+
+def _forward(setting, q, k, v, first, last, own):
+    out, lse = _attend(setting, q, k, v, first, last, own)
+    return (out, lse), (q, k, v, first, last, own, out, lse)
+
+
+def _backward(setting, kept, cotangents):
+    run = select(
+        functools.partial(reference.backward, scale=setting.scale),
+        functools.partial(triton.backward, scale=setting.scale),
+        setting.implementation,
+        name=setting.name,
+    )
+    d_q, d_k, d_v, d_own_k, d_own_v = run(*kept, *cotangents)
+    own = None if d_own_k is None else (d_own_k, d_own_v, None, None)
+    return d_q, d_k, d_v, None, None, own
+
+
+_attend.defvjp(_forward, _backward)
 
 
 def _check(q, k, v, own) -> None:

@@ -118,3 +118,16 @@ def _visible(first, last, at, groups):
     batch, tile, keys = inside.shape
     inside = jnp.broadcast_to(inside[:, None], (batch, groups, tile, keys))
     return inside.reshape(batch, 1, groups * tile, keys)
+
+
+def backward(q, k, v, first, last, own, out, lse, d_out, d_lse, *, scale: float):
+    """Cotangents (dq, dk, dv, d own k, d own v) by differentiating the forward direction."""
+    del out, lse
+    arrays = (q, k, v) if own is None else (q, k, v, *own[:2])
+
+    def run(q, k, v, *own_arrays):
+        own_keys = (*own_arrays, *own[2:]) if own_arrays else None
+        return interval_attention(q, k, v, first, last, own_keys, scale=scale)
+
+    found = jax.vjp(run, *arrays)[1]((d_out, d_lse))
+    return found if own is not None else (*found, None, None)

@@ -1,15 +1,15 @@
-"""`rollout_attention`: the mask rows' attention in P-EAGLE training, without a mask of rows x rows.
+"""`rollout_attention`: the mask rows' attention in P-EAGLE training.
 
-Row (anchor a, depth d) sees depth-0 keys j of the anchor's document with j <= a, and the mask rows of
-its own rollout of depth 1..d; one softmax runs over both:
+Row (anchor a, depth d) sees depth-0 keys j of the anchor's document with j <= a, and the mask rows
+of its own rollout of depth 1..d; one softmax runs over both, and no mask of rows x rows exists:
 
     scores = scale * q @ concat(prefix_k, own_k).T
     out = softmax(where(allowed, scores, -inf)) @ concat(prefix_v, own_v)
 
 Layout of the mask rows: a rollout (the rows of one anchor) is contiguous, depths 1, 2, ..., r in
 order, so the own keys of row i are rows i-d+1..i of the same arrays. Rollouts sorted by anchor make
-the kernel skip: a tile of rows then needs the key blocks between its smallest document start and its
-largest anchor alone. Any order is right, sorted is fast. Padding rows (valid False) may stand
+the kernel skip: a tile of rows then needs only the key blocks between its smallest document start
+and its largest anchor. Any order is right, sorted is fast. Padding rows (valid False) may stand
 anywhere, best at the end.
 """
 
@@ -66,5 +66,6 @@ def rollout_attention(
         (own_k, own_v, own_first, own_last),
         scale=scale,
         implementation=implementation,
+        name="rollout_attention",
     )
     return out

@@ -64,7 +64,7 @@ def document_mask(document_ids, window=None):
 
 
 def rollout_mask(packing, window=None):
-    """[B, M, n + M]: query mask row; prefix keys, then mask rows. The papers' predicate, pair by pair."""
+    """[B, M, n + M]: keys are the prefix, then the mask rows. The papers' predicate by pair."""
     batch, n = packing.document_ids.shape
     rows = packing.anchors.shape[1]
     key_anchor = np.concatenate([np.broadcast_to(np.arange(n), (batch, n)), packing.anchors], 1)
@@ -87,7 +87,7 @@ def rollout_mask(packing, window=None):
 
 
 def attention(q, k, v, allowed, scale):
-    """q [B, M, N, D], k and v [B, S, KV, D], allowed [B, M, S] -> out [B, M, N, D], lse [B, N, M]."""
+    """q [B, M, N, D], k and v [B, S, KV, D], allowed [B, M, S] -> out, lse [B, N, M], weights."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     k, v = np.repeat(k, groups, axis=2), np.repeat(v, groups, axis=2)
