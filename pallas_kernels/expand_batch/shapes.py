@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.expand_batch.layout import CacheLayout, drafting_method
+from pallas_kernels.expand_batch.layout import CacheLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,8 +99,3 @@ def random_arguments(shape: Shape, seed: int) -> tuple[tuple, dict]:
     pages = shape.max_length // shape.page_size
     table = generator.permutation(shape.requests * pages).reshape(shape.requests, pages)
     return positional, {"block_table": jnp.asarray(table, jnp.int32)}
-
-
-def method_of(shape: Shape):
-    """The drafting method of the shape."""
-    return drafting_method(shape.method, shape.drafts)

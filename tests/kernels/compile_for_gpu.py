@@ -6,6 +6,8 @@ from pallas_kernels import ahead_of_time
 from pallas_kernels.devices import DEVICES
 
 DEVICE_NAMES = tuple(DEVICES)
+# The H100 compiles to the H200's code (same chip, same launch parameters: test_launch.py).
+FIGURE_DEVICES = tuple(name for name in DEVICE_NAMES if name != "h100")
 
 _reason = ahead_of_time.unavailable_reason()
 _figures_reason = ahead_of_time.figures_unavailable_reason()
@@ -40,3 +42,19 @@ def assert_no_spills(function, device: str, arguments, allowed_bytes: int = 0):
         assert figure.shared_memory_bytes <= limit, figure
         assert figure.spill_bytes <= allowed_bytes, figure
     return figures
+
+
+def assert_all_compile(function_of, shapes, device: str, arguments_of, kernel: str):
+    """All `shapes` of one kernel in one program for `device`: each call is there, once.
+
+    `function_of(shape)` is called with `*arguments_of(shape)`, without values.
+    """
+
+    def program(*all_arguments):
+        return [
+            function_of(shape)(*arguments)
+            for shape, arguments in zip(shapes, all_arguments, strict=True)
+        ]
+
+    arguments = [arguments_of(shape) for shape in shapes]
+    return assert_compiles(program, device, arguments, (kernel,) * len(shapes))

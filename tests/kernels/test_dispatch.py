@@ -1,0 +1,138 @@
+"""Choice of implementation, the tables of devices and launches, and the doctor."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ahead_of_time, dispatch, doctor, fill_hidden, launch
+from pallas_kernels.devices import DEVICES, find_device, get_device
+from tests.kernels.compile_for_gpu import needs_cuda_plugin
+
+ARGUMENTS = (
+    np.arange(6, dtype=np.float32).reshape(3, 2),
+    np.full(2, 9, np.float32),
+    np.array([2, -1, 0], np.int32),
+    np.array([False, True, False]),
+)
+EXPECTED = [[4, 5], [9, 9], [0, 1]]
+
+
+def fill(implementation=None):
+    return jax.jit(functools.partial(fill_hidden, implementation=implementation))
+
+
+def test_default_works_on_this_platform():
+    np.testing.assert_array_equal(fill()(*ARGUMENTS), EXPECTED)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there the kernel runs")
+@pytest.mark.parametrize("jitted", [True, False])
+def test_a_named_kernel_fails_with_the_reason(jitted):
+    run = fill("triton") if jitted else functools.partial(fill_hidden, implementation="triton")
+    arguments = map(jnp.asarray, ARGUMENTS)
+    with pytest.raises(NotImplementedError, match="fill_hidden.*'triton'.*lowered for.*cpu"):
+        run(*arguments)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there the kernel runs")
+def test_a_named_kernel_fails_under_transformations():
+    def loss(hidden):
+        rest = map(jnp.asarray, ARGUMENTS[1:])
+        return jnp.sum(fill_hidden(hidden, *rest, implementation="triton"))
+
+    with pytest.raises(NotImplementedError, match="lowered for"):
+        jax.jit(jax.grad(loss))(ARGUMENTS[0])
+    with pytest.raises(NotImplementedError, match="lowered for"):
+        jax.jit(jax.vmap(loss))(ARGUMENTS[0][None])
+
+
+def test_unknown_names_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="'cuda' is no implementation; choose one of triton"):
+        dispatch._checked("cuda", "implementation")
+    monkeypatch.setenv("PEAGLE_KERNELS", "fast")
+    with pytest.raises(ValueError, match="PEAGLE_KERNELS: 'fast'"):
+        fill_hidden(*map(jnp.asarray, ARGUMENTS))
+
+
+def test_the_process_decides_unless_the_call_does(monkeypatch):
+    monkeypatch.setenv("PEAGLE_KERNELS", "interpret")
+    assert dispatch.resolve(None) == "interpret"
+    assert dispatch.resolve("reference") == "reference"
+    assert dispatch.resolve("triton") == "interpret", "a process that interprets, interprets"
+    with dispatch.forcing("reference"):
+        assert dispatch.resolve(None) == "reference"
+    monkeypatch.setenv("PEAGLE_KERNELS", "auto")
+    assert dispatch.resolve(None) is None
+
+
+def test_vmap_of_the_kernel():
+    """Each operand may be batched; kernels must not rely on where the grid's axes are."""
+    batched = np.stack([ARGUMENTS[0], ARGUMENTS[0] + 10])
+    filled = jax.jit(
+        jax.vmap(functools.partial(fill_hidden, implementation="interpret"), (0, None, None, None))
+    )(batched, *ARGUMENTS[1:])
+    np.testing.assert_array_equal(filled[0], EXPECTED)
+    np.testing.assert_array_equal(filled[1], [[14, 15], [9, 9], [10, 11]])
+
+
+class TestCompiled:
+    pytestmark = needs_cuda_plugin
+
+    def test_default_holds_the_kernel_and_reference_does_not(self):
+        for implementation, kernels in ((None, ["fill_hidden"]), ("reference", [])):
+            run = functools.partial(fill_hidden, implementation=implementation)
+            compiled = ahead_of_time.compile_for(run, "h200", *ARGUMENTS)
+            assert ahead_of_time.kernel_calls(compiled.as_text()) == kernels
+
+
+class TestTables:
+    def test_launch_parameters_fit_every_device(self):
+        for kernel, classes in launch.TABLE.items():
+            for shape_class, rows in classes.items():
+                assert "any" in rows, f"{kernel}/{shape_class} must serve every GPU"
+                assert set(rows) - {"any"} <= set(DEVICES)
+                for entry in rows.values():
+                    assert entry.num_warps <= 16 and 1 <= entry.num_stages <= 5
+
+    def test_h100_and_h200_compile_alike(self):
+        """Compile tests take one's figures for the other's."""
+        for kernel, classes in launch.TABLE.items():
+            for shape_class in classes:
+                with launch.compiling_for("h100"):
+                    of_h100 = launch.find_launch(kernel, shape_class)
+                with launch.compiling_for("h200"):
+                    assert launch.find_launch(kernel, shape_class) == of_h100
+
+    def test_a_launch_must_be_a_power_of_two(self):
+        with pytest.raises(ValueError, match="rows=12 must be a power of two"):
+            launch.Launch(num_warps=4, num_stages=1, blocks={"rows": 12})
+
+    def test_devices_are_found_by_kind(self):
+        assert find_device("NVIDIA A100-SXM4-80GB") is get_device("a100")
+        assert find_device("NVIDIA H100 80GB HBM3") is get_device("h100")
+        assert find_device("NVIDIA H200") is get_device("h200")
+        assert find_device("Tesla T4") is None
+        with pytest.raises(ValueError, match="unknown GPU 'v100'.*a100, h100, h200, b200"):
+            get_device("v100")
+
+
+class TestDoctor:
+    def test_says_what_runs_and_why(self):
+        diagnosis = doctor.diagnose()
+        text = doctor.format_diagnosis(diagnosis)
+        assert set(diagnosis.implementations) == set(doctor.OPERATIONS)
+        if diagnosis.backend == "cpu":
+            assert set(diagnosis.implementations.values()) == {"reference"}
+            assert "kernels are for NVIDIA GPUs" in text
+        assert jax.__version__ in text and "CUDA plugin" in text
+
+    @pytest.mark.skipif(jax.default_backend() == "gpu", reason="no problem there")
+    def test_says_what_will_refuse(self, monkeypatch):
+        monkeypatch.setenv("PEAGLE_KERNELS", "triton")
+        diagnosis = doctor.diagnose()
+        assert "every operation will refuse" in diagnosis.problems[0]
+        monkeypatch.setenv("PEAGLE_KERNELS", "fast")
+        assert "'fast' is no implementation" in doctor.diagnose().problems[0]
