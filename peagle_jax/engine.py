@@ -361,7 +361,10 @@ class _Batch:
         )
 
     def results(self) -> list[GenerationResult]:
-        logprobs = self.state.logprobs and jax.device_get(self.state.logprobs)
+        logprobs = self.state.logprobs
+        if logprobs is not None:
+            arrays = (logprobs.of_token, logprobs.top_values, logprobs.top_ids)
+            logprobs = jax.device_get(arrays)
         return [
             GenerationResult(
                 text=row.stream.text,
@@ -375,25 +378,25 @@ class _Batch:
             for index, row in enumerate(self.rows)
         ]
 
-    def _logprobs(self, logprobs: Any, index: int) -> tuple[TokenLogprobs, ...] | None:
+    def _logprobs(
+        self, arrays: tuple[np.ndarray, ...] | None, index: int
+    ) -> tuple[TokenLogprobs, ...] | None:
+        """Those of one row's output tokens, by the arrays of the state's Logprobs."""
         count = self.params[index].logprobs
-        if logprobs is None or count is None:
+        if arrays is None or count is None:
             return None
-        start = len(self.prompts[index])
+        tokens, start = self.rows[index].token_ids, len(self.prompts[index])
+        places = slice(start, start + len(tokens))
+        of_token, values, ids = (array[index, places] for array in arrays)
         return tuple(
             TokenLogprobs(
                 token_id=token,
-                logprob=float(logprobs.of_token[index, start + place]),
-                top={
-                    int(i): float(value)
-                    for i, value in zip(
-                        logprobs.top_ids[index, start + place, :count],
-                        logprobs.top_values[index, start + place, :count],
-                        strict=True,
-                    )
-                },
+                logprob=float(of_token[place]),
+                top=dict(
+                    zip(ids[place, :count].tolist(), values[place, :count].tolist(), strict=True)
+                ),
             )
-            for place, token in enumerate(self.rows[index].token_ids)
+            for place, token in enumerate(tokens)
         )
 
 

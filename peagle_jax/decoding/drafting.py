@@ -6,6 +6,7 @@ proposed, verification keeps the output lossless.
 """
 
 import dataclasses
+import math
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,13 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.fill_hidden import fill_hidden_tile
+from pallas_kernels import KernelSharding, fill_hidden_tile
 from peagle_jax.decoding import keys
-from peagle_jax.decoding.expand import expand_tile, token_at, valid_rows
+from peagle_jax.decoding.expand import draft_tile, token_at, valid_rows
 from peagle_jax.decoding.keys import Purpose
 from peagle_jax.decoding.requests import Features, Requests
 from peagle_jax.decoding.verification import Drafts, one_hot_law
 from peagle_jax.models.cache import KVCache, init_cache
+from peagle_jax.models.config import DrafterConfig
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.target import TargetOutput
 
@@ -180,8 +182,9 @@ class _Network:
 
     num_drafts: int
     graph: Any
-    config: Any
+    config: DrafterConfig
     dtype: Any
+    sharding: KernelSharding | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -239,16 +242,20 @@ class PEagle(_Network):
 
     def propose(self, params, state, view, features):
         drafter = self._module(params)
-        tile = expand_tile(
+        sharding = rows_sharding(self.sharding, view.committed.shape[0])
+        tile = draft_tile(
             view.tokens,
             state.first_position,
             self._num_valid(state, view),
             view.wanted,
             num_drafts=self.num_drafts,
             mask_token_id=self.config.mask_token_id,
+            sharding=sharding,
         )
-        fused = fill_hidden_tile(state.fused, params.mask, tile.source_rows, tile.is_mask)
-        output = drafter(tile.ids, fused, tile.positions, state.cache)
+        fused = fill_hidden_tile(
+            state.fused, params.mask, tile.source_rows, tile.is_mask, sharding=sharding
+        )
+        output = drafter(tile.token_ids, fused, tile.positions, state.cache)
         hidden = jnp.take_along_axis(output.hidden, tile.sample_rows[:, :, None], axis=1)
         steps = jnp.arange(self.num_drafts, dtype=view.committed.dtype)
         tokens, law = choose_drafts(drafter, drafter.logits(hidden), view, steps, features)
@@ -294,6 +301,15 @@ class Eagle3(_Network):
         if features.draft_law:
             law = jnp.concatenate([first_law, jnp.swapaxes(laws[:, :, 0], 0, 1)], axis=1)
         return Drafts(tokens, view.wanted, law), dataclasses.replace(state, cache=cache)
+
+
+def rows_sharding(sharding: KernelSharding | None, batch_size: int) -> KernelSharding | None:
+    """`sharding`, without its batch axes where they do not divide the batch."""
+    if sharding is None or sharding.batch is None:
+        return sharding
+    axes = (sharding.batch,) if isinstance(sharding.batch, str) else sharding.batch
+    shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    return sharding if batch_size % shards == 0 else dataclasses.replace(sharding, batch=None)
 
 
 def choose_drafts(
