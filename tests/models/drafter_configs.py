@@ -1,9 +1,15 @@
 """Small drafter configs for tests, in which every size differs from its neighbours."""
 
 import dataclasses
+import zlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from peagle_jax.models.config import DrafterConfig, LayerConfig, RopeConfig
+from peagle_jax.models.drafter import Drafter
 
 
 def small_drafter(
@@ -34,3 +40,31 @@ def small_drafter(
     if not settings.get("parallel_drafting", True):
         settings["mask_token_id"] = None
     return DrafterConfig(**settings)
+
+
+def numpy_source(seed: int = 0):
+    """Random parameters without a compilation: normal matrices, vectors around one."""
+
+    def make(name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        value = rng.normal(size=shape) * (0.3 if len(shape) > 1 else 0.2)
+        if name.endswith("norm") or name == "fc_norms":
+            value += 1.0
+        return jnp.asarray(value.astype(jnp.dtype(dtype)))
+
+    return make
+
+
+def numpy_drafter(config: DrafterConfig, seed: int = 0, dtype: Any = jnp.float32) -> Drafter:
+    """A random drafter whose draft vocabulary is a random subset of the target's."""
+    values, size = numpy_source(seed), config.draft_vocab_size
+
+    def source(name: str, shape: tuple[int, ...], kind: Any) -> jax.Array:
+        if name != "d2t":
+            return values(name, shape, kind)
+        if size >= config.vocab_size:
+            return jnp.asarray(np.zeros(size, np.int32))
+        chosen = np.random.default_rng(seed).permutation(config.vocab_size)[:size]
+        return jnp.asarray((np.sort(chosen) - np.arange(size)).astype(np.int32))
+
+    return Drafter(config, dtype=dtype, source=source)
