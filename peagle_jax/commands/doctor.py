@@ -1,6 +1,7 @@
 """`peagle doctor`: versions, devices, and which implementation runs for each operation."""
 
 import argparse
+import dataclasses
 import json
 
 
@@ -9,14 +10,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from pallas_kernels.doctor import report
+    from pallas_kernels.doctor import diagnose, format_diagnosis
 
-    content = report()
+    diagnosis = diagnose()
     if arguments.json:
-        print(json.dumps(content, indent=1))
-        return 0
-    for section, values in content.items():
-        print(section)
-        for name, value in values.items():
-            print(f"  {name:<24} {value}")
+        print(json.dumps(dataclasses.asdict(diagnosis), indent=1, default=str))
+    else:
+        print(format_diagnosis(diagnosis))
     return 0
