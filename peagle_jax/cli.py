@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _keep_compiled_programs()
     try:
         return _module(options.command).run(options)
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except UsageError as error:
         print(f"peagle {options.command}: {error}", file=sys.stderr)
         return 2
