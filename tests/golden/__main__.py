@@ -15,7 +15,11 @@ def main(arguments: list[str] | None = None) -> int:
     smollm2.add_argument("file", metavar="FILE")
     smollm2.add_argument("--model", default="smollm2-135m", help="name or path of the GGUF file")
     smollm2.add_argument("--prompts", type=int, help="only the first N prompts")
-    for command in (targets, smollm2):
+    training = commands.add_parser(
+        "training", help="P-EAGLE loss and gradients of a public library"
+    )
+    training.add_argument("folders", nargs="+", metavar="FOLDER")
+    for command in (targets, smollm2, training):
         command.add_argument("--json", action="store_true", help="one JSON list instead of lines")
     chosen = parser.parse_args(arguments)
 
@@ -25,6 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     if chosen.command == "targets":
         from tests.golden.targets import check_folders
+
+        return show(check_folders(chosen.folders), as_json=chosen.json)
+    if chosen.command == "training":
+        from tests.golden.training import check_folders
 
         return show(check_folders(chosen.folders), as_json=chosen.json)
     from tests.golden.smollm2 import check_file

@@ -1,0 +1,103 @@
+"""Algorithm 1 of the P-EAGLE paper: segments of a sequence, forward and backward one by one.
+
+Segment s holds its own depth-0 rows and rollouts, and recomputes all depth-0 rows before them as
+context, with gradient. It is here to be compared with; `objective` has the cheaper partition.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from train.losses import (
+    Objective,
+    Sums,
+    add,
+    chunk_loss,
+    depth_zero_loss,
+    run_stream,
+    target_labels,
+    zero_sums,
+)
+from train.parameters import Params
+from train.partition import segment_starts
+from train.rows import Chunks, TargetHead, TrainingRows, segment_rollouts
+
+
+def segment_loss(
+    objective: Objective,
+    learned: Params,
+    frozen: Params,
+    head: TargetHead,
+    rows: TrainingRows,
+    labels: Array | None,
+    chunks: Chunks,
+    segment: int,
+    correct_before: Array | None,
+) -> tuple[Array, tuple[Sums, Array]]:
+    """Loss of one segment: its own depth-0 rows and rollouts, behind the whole depth-0 prefix.
+
+    correct_before: correct depth-0 rows [B, n] of the segments before; returned with this one's.
+    """
+    num_rows = rows.tokens.shape[1]
+    starts = segment_starts(num_rows, objective.chunks.num_chunks)
+    first, end = starts[segment], starts[segment + 1]
+    context = rows._replace(
+        tokens=rows.tokens[:, :end],
+        taps=rows.taps[:, :end],
+        document_ids=rows.document_ids[:, :end],
+        positions=rows.positions[:, :end],
+    )
+    stream, mask = run_stream(objective, learned, frozen, context)
+    own = rows._replace(
+        last_hidden=rows.last_hidden[:, first:end], loss_mask=rows.loss_mask[:, first:end]
+    )
+    owntarget_labels = None if labels is None else labels[:, first:end]
+    params = {**frozen, **learned}
+    loss, sums, found = depth_zero_loss(
+        objective, params, stream.hidden[:, first:end], head, own, owntarget_labels
+    )
+    correct = jnp.zeros_like(rows.loss_mask) if correct_before is None else correct_before
+    correct = correct.at[:, first:end].set(found)
+    if objective.num_depths == 1:
+        return loss, (sums, correct)
+    visible = rows._replace(document_ids=context.document_ids, positions=context.positions)
+    added, counted = chunk_loss(
+        objective,
+        params,
+        stream,
+        mask,
+        head,
+        visible,
+        labels,
+        correct,
+        chunks.anchors[:, segment],
+        chunks.depths[:, segment],
+    )
+    return loss + added, (add(sums, counted), correct)
+
+
+def segments_grad(
+    objective: Objective,
+    learned: Params,
+    frozen: Params,
+    head: TargetHead,
+    rows: TrainingRows,
+    lengths: Array,
+) -> tuple[Sums, Params]:
+    """Algorithm 1 as the paper runs it: forward and backward of one segment after the other."""
+    labels = target_labels(objective, frozen, head, rows)
+    plan = objective.chunks
+    chunks = segment_rollouts(lengths, plan.num_chunks, plan.capacity)
+    sums, grads, correct = zero_sums(objective.num_depths), None, None
+    for segment in range(plan.num_chunks):
+        run = jax.value_and_grad(
+            lambda p, c, s=segment: segment_loss(
+                objective, p, frozen, head, rows, labels, chunks, s, c
+            ),
+            has_aux=True,
+        )
+        (_, (own, correct)), added = run(learned, correct)
+        sums, grads = add(sums, own), added if grads is None else add(grads, added)
+        # One segment after the other, or the memory of all would be needed at once.
+        learned, grads, correct = jax.lax.optimization_barrier((learned, grads, correct))
+    return sums, grads

@@ -1,0 +1,152 @@
+"""Checkpoints of a run: the newest ones and the best, written in the background by orbax.
+
+    FOLDER/last/STEP    the newest `keep`, to resume from
+    FOLDER/best/STEP    the one with the highest validation acceptance length
+    each with: state (arrays: step, parameters, moments, key), record (JSON: recipe, data, best)
+
+A folder appears under its name only when it is whole: an interrupted save is never picked.
+Arrays are restored onto whatever mesh the resuming run has. An error in the background surfaces at
+the next save or at the end.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from train.recipe import differences
+from train.step import TrainState, state_shardings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a checkpoint says beside its arrays.
+
+    recipe: the resolved recipe. data: position behind the last batch taken. best: highest
+    validation acceptance length so far, None before the first.
+    """
+
+    recipe: Mapping[str, Any]
+    data: Mapping[str, Any]
+    best: float | None
+
+
+class Checkpoints:
+    """The checkpoints of one folder. Close it (or use it as a context manager) to finish saves."""
+
+    def __init__(self, folder: str | Path, *, keep: int = 2):
+        self._folder = Path(folder).absolute()
+        self._last = _manager(self._folder / "last", keep)
+        self._best = _manager(self._folder / "best", 1)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def latest(self) -> int | None:
+        """The newest complete step, None without any."""
+        return self._last.latest_step()
+
+    def has_best(self) -> bool:
+        """Whether a validation has chosen a best checkpoint."""
+        return self._best.latest_step() is not None
+
+    def check_new(self) -> None:
+        """Raise ValueError where there are checkpoints that a new run would be mixed with."""
+        step = self.latest()
+        if step is not None:
+            raise ValueError(
+                f"{self._folder}: holds a checkpoint of step {step}; resume it (--resume), or give "
+                "an empty folder."
+            )
+
+    def save(self, state: TrainState, record: Record, *, best: bool = False) -> None:
+        """Start to save; returns as soon as the arrays are copied. A step saved before is kept.
+
+        best: it is the best so far, and goes to the best folder too.
+        Raises whatever an earlier save in the background failed with.
+        """
+        step = int(state.step)
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(_storable(state)),
+            record=ocp.args.JsonSave(dataclasses.asdict(record)),
+        )
+        for manager in (self._last, self._best) if best else (self._last,):
+            manager.check_for_errors()
+            if step not in manager.all_steps():
+                manager.save(step, args=arguments, force=True)
+
+    def restore(
+        self,
+        like: TrainState,
+        recipe: Mapping[str, Any],
+        *,
+        mesh: Mesh | None = None,
+        best: bool = False,
+        step: int | None = None,
+    ) -> tuple[TrainState, Record]:
+        """The newest (or best) state, laid out as `like` on `mesh`, and its record.
+
+        Raises:
+            ValueError: no checkpoint, or one of a run that differs in more than place and pace.
+        """
+        manager = self._best if best else self._last
+        step = manager.latest_step() if step is None else step
+        if step is None:
+            raise ValueError(f"{self._folder}: no complete checkpoint to resume from.")
+        saved = Record(**manager.restore(step, args=ocp.args.Composite(record=_JSON)).record)
+        different = differences(saved.recipe, recipe)
+        if different:
+            raise ValueError(
+                f"{self._folder}: step {step} was trained by another recipe: "
+                + "; ".join(different)
+            )
+        wanted = jax.tree.map(_shape, _storable(like))
+        if mesh is not None:
+            wanted = jax.tree.map(
+                lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place),
+                wanted,
+                state_shardings(wanted, mesh),
+            )
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+        found = manager.restore(step, args=arguments).state
+        key = jax.random.wrap_key_data(found.key, impl=jax.random.key_impl(like.key))
+        return found._replace(key=key), saved
+
+    def wait(self) -> None:
+        """Until everything is on disk. Raises what a save failed with."""
+        for manager in (self._last, self._best):
+            manager.wait_until_finished()
+            manager.check_for_errors()
+
+    def close(self) -> None:
+        """Finish the saves under way. Raises what one failed with."""
+        try:
+            self.wait()
+        finally:
+            self._last.close()
+            self._best.close()
+
+
+_JSON = ocp.args.JsonRestore()
+
+
+def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+    return ocp.CheckpointManager(folder, options=options, item_names=("state", "record"))
+
+
+def _storable(state: TrainState) -> TrainState:
+    """Typed keys are stored as their data."""
+    return state._replace(key=jax.random.key_data(state.key))
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
