@@ -101,6 +101,31 @@ TABLE: dict[str, dict[str, dict[str, Launch]]] = {
         "1024B": {"any": Launch(num_warps=8, num_stages=1, blocks={"rows": 16, "keys": 32})},
         "2048B": {"any": Launch(num_warps=8, num_stages=1, blocks={"rows": 16, "keys": 16})},
     },
+    # Tiles of the head products, by the head's dtype; `depth` is the inner block.
+    "vocab_loss_statistics": {
+        "bfloat16": {
+            "any": Launch(
+                num_warps=8, num_stages=3, blocks={"rows": 128, "columns": 64, "depth": 64}
+            )
+        },
+        "float32": {
+            "any": Launch(
+                num_warps=8, num_stages=2, blocks={"rows": 64, "columns": 64, "depth": 32}
+            )
+        },
+    },
+    "vocab_loss_derivative": {
+        "bfloat16": {
+            "any": Launch(
+                num_warps=8, num_stages=3, blocks={"rows": 128, "columns": 128, "depth": 64}
+            )
+        },
+        "float32": {
+            "any": Launch(
+                num_warps=8, num_stages=2, blocks={"rows": 64, "columns": 64, "depth": 32}
+            )
+        },
+    },
 }
 
 

@@ -32,7 +32,7 @@ def _in_tiles(
 
 
 def _ranges(first, last, block: int) -> Int[Array, "B tiles R 2"]:
-    """The visited blocks of each tile as RANGES ranges (first, past the last); unused ones (0, 0)."""
+    """Visited blocks of each tile as RANGES ranges (first, past the last); unused: (0, 0)."""
     begin = jnp.where(first < _FAR, first // block, _FAR)
     end = jnp.where(last >= 0, last // block, -1)
     begin, end = jax.lax.sort((begin, end), dimension=2, num_keys=1)

@@ -17,13 +17,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.vocab_loss import reference
+from pallas_kernels.dispatch import Implementation, select
+from pallas_kernels.vocab_loss import chunks, reference, triton
+from pallas_kernels.vocab_loss.chunks import Inputs, Setting
 from pallas_kernels.vocab_loss.losses import LOSSES
-from pallas_kernels.vocab_loss.reference import Inputs, Setting
 
-# Bytes of float32 logits that a default chunk may take, draft or target.
-_CHUNK_BYTES = 1 << 26
 OUTSIDE = ("renormalise", "drop")
 
 
@@ -32,11 +30,11 @@ class VocabLoss(NamedTuple):
 
     Attributes:
       loss_sum: float32 [], sum over rows of weight times loss.
-      weight_sum: float32 [], sum of the weights that counted: under "drop" without the rows left out.
+      weight_sum: float32 [], sum of the weights that counted (under "drop" fewer).
       row_losses: float32 [R], 0 in rows of weight zero.
-      agreement: bool [R], whether the draft's argmax is the target's argmax of the full vocabulary; a
-        target argmax outside the draft vocabulary is a miss under either policy.
-      acceptance: float32 [R], sum_v min(p_v, q_v): how often a token sampled from q is accepted, with
+      agreement: bool [R], whether the draft's argmax is the target's argmax of the full vocabulary;
+        a target argmax outside the draft vocabulary is a miss under either policy.
+      acceptance: float32 [R], sum_v min(p_v, q_v): how often a token sampled from q is accepted,
         p renormalised to the draft vocabulary. 0 in rows of weight zero, or when not asked for.
       target_argmax: int32 [R], token id in the full vocabulary.
       in_draft_vocabulary: bool [R], whether that token is one of the draft's.
@@ -76,11 +74,12 @@ def vocab_loss(
     Args:
       draft_hidden: after the drafter's final norm; gets a gradient.
       draft_head: in draft_hidden's dtype; gets a gradient if `head_trainable`, else none.
-      target_hidden: after the target's final norm; row r predicts the token that draft row r does. No
-        gradient.
+      target_hidden: after the target's final norm; row r predicts the token that draft row r does.
+        No gradient.
       target_head: [Ht, V], in target_hidden's dtype; no gradient.
-      draft_token_ids: token id of each draft column (column + d2t[column]), inside 0..V-1; None where
-        draft and target vocabulary are the same. Columns are picked chunk by chunk, never all at once.
+      draft_token_ids: token id of each draft column (column + d2t[column]), inside 0..V-1; None
+        where draft and target vocabulary are the same. Columns are picked chunk by chunk, never all
+        at once.
       weights: float32, zero for rows that do not count; such rows may hold NaN. Put 1 / (global
         denominator) into them or divide the sum by it.
       loss: one of LOSSES.
@@ -91,17 +90,17 @@ def vocab_loss(
       target_argmax: the target's argmax over the full vocabulary per row, from the function
         `target_argmax`; computed here when not given and the vocabularies differ. Draft rows that
         predict the same token share it, so it is cheaper made once per token.
-      outside: what becomes of rows whose target argmax is not in the draft vocabulary: "renormalise"
-        keeps them, "drop" gives them weight zero.
+      outside: what becomes of rows whose target argmax is not in the draft vocabulary:
+        "renormalise" keeps them, "drop" gives them weight zero.
       head_trainable: whether draft_head is trained.
       needs_acceptance: False saves a pass over the vocabulary when no gradient is taken.
-      row_chunk, vocab_chunk: rows and draft columns at a time; any size, dividing or not. None: chosen
-        so that a chunk of logits stays near 64 MiB.
+      row_chunk, vocab_chunk: rows and draft columns at a time; any size, dividing or not. None:
+        chosen so that a chunk of logits, or of their derivative, stays near 64 MiB.
       implementation: see `pallas_kernels.dispatch`.
 
     The derivative is formed along with the loss (its row weights are known), so do not wrap this in
-    `jax.checkpoint` unless the head is trained: what is kept for the backward direction is one array
-    like draft_hidden, and one like draft_head if it is trained.
+    `jax.checkpoint` unless the head is trained: what is kept for the backward direction is one
+    array like draft_hidden, and one like draft_head if it is trained.
     """
     vocab = draft_head.shape[1]
     head_axis = 0 if target_head_transposed else 1
@@ -118,8 +117,6 @@ def vocab_loss(
             f"the target head has {columns} columns and the draft head {vocab}; "
             "give draft_token_ids with the full head, or one of equal size"
         )
-    if row_chunk is None or vocab_chunk is None:
-        row_chunk, vocab_chunk = _chunks(row_chunk, vocab_chunk, draft_hidden.shape[0], vocab)
     setting = Setting(
         loss=loss,
         target_soft_cap=target_soft_cap,
@@ -169,10 +166,7 @@ def target_argmax(
     row_chunk: int | None = None,
     vocab_chunk: int | None = None,
 ) -> Int[Array, "R"]:
-    """The target's greedy token of each row over its full vocabulary, in chunks; lowest id of equals."""
-    columns = target_head.shape[0 if target_head_transposed else 1]
-    if row_chunk is None or vocab_chunk is None:
-        row_chunk, vocab_chunk = _chunks(row_chunk, vocab_chunk, target_hidden.shape[0], columns)
+    """The target's greedy token of each row over its full vocabulary; lowest id of equals."""
     setting = Setting(
         loss="kl",
         target_soft_cap=target_soft_cap,
@@ -187,27 +181,28 @@ def target_argmax(
 
 def _target_argmax(hidden, head, setting: Setting):
     axis = 0 if setting.target_head_transposed else 1
-    vocab = head.shape[axis]
-    size = min(setting.vocab_chunk, vocab)
-    starts, _ = reference.chunk_starts(vocab, size)
-    rows = hidden.shape[0]
-    chunk = min(setting.row_chunk, rows)
-    chunks = -(-rows // chunk)
+    vocab, rows = head.shape[axis], hidden.shape[0]
+    setting = reference.with_chunks(setting, rows, vocab)
+    size, chunk = min(setting.vocab_chunk, vocab), min(setting.row_chunk, rows)
+    starts, _ = chunks.chunk_starts(vocab, size)
+    parts = -(-rows // chunk)
 
     def of_rows(part):
         def body(carry, start):
             best, token = carry
-            columns = jax.lax.dynamic_slice_in_dim(head, start, size, axis=axis)
-            logits = reference.target_logits(part, columns, setting)
+            part_of_head = jax.lax.dynamic_slice_in_dim(head, start, size, axis=axis)
+            logits = reference.target_logits(part, part_of_head, setting)
             found = jnp.max(logits, axis=1)
-            at = start + jnp.argmax(logits, axis=1).astype(jnp.int32)
+            columns = start + jnp.arange(size, dtype=jnp.int32)[None, :]
+            none = jnp.iinfo(jnp.int32).max
+            at = jnp.min(jnp.where(logits == found[:, None], columns, none), axis=1)
             return (jnp.maximum(best, found), jnp.where(found > best, at, token)), None
 
         carry = (jnp.full((chunk,), -jnp.inf, jnp.float32), jnp.zeros((chunk,), jnp.int32))
         return jax.lax.scan(body, carry, jnp.asarray(starts, jnp.int32))[0][1]
 
-    parts = reference.in_chunks(hidden, chunks, chunk)
-    return jax.lax.map(of_rows, parts).reshape(chunks * chunk)[:rows]
+    hidden = chunks.in_chunks(hidden, parts, chunk)
+    return jax.lax.map(of_rows, hidden).reshape(parts * chunk)[:rows]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -243,8 +238,14 @@ _differentiable.defvjp(_forward, _backward)
 
 
 def _run(setting: Setting, implementation, inputs: Inputs, *, with_gradient: bool):
-    del implementation
-    return reference.vocab_loss(inputs, setting, with_gradient=with_gradient)
+    static = {"setting": setting, "with_gradient": with_gradient}
+    run = select(
+        functools.partial(reference.vocab_loss, **static),
+        functools.partial(triton.vocab_loss, **static),
+        implementation,
+        name="vocab_loss",
+    )
+    return run(inputs)
 
 
 def _token_ids(columns: Int[Array, "R"], draft_token_ids) -> Int[Array, "R"]:
@@ -257,17 +258,6 @@ def _is_in(tokens: Int[Array, "R"], draft_token_ids, vocab: int) -> Bool[Array, 
     kept = jnp.sort(draft_token_ids)
     at = jnp.minimum(jnp.searchsorted(kept, tokens), vocab - 1)
     return kept[at] == tokens
-
-
-def _chunks(row_chunk, vocab_chunk, rows: int, vocab: int) -> tuple[int, int]:
-    """The whole vocabulary with as many rows as fit, at least 64; then as many columns as fit."""
-    elements = _CHUNK_BYTES // 4
-    if row_chunk is None:
-        row_chunk = max(64, elements // (vocab_chunk or vocab))
-        row_chunk = min(rows, 1 << (row_chunk.bit_length() - 1), 4096)
-    if vocab_chunk is None:
-        vocab_chunk = min(vocab, max(1024, elements // row_chunk))
-    return row_chunk, vocab_chunk
 
 
 def _check(draft_hidden, draft_head, target_hidden, target_head, loss, outside, head_axis):
@@ -286,6 +276,6 @@ def _check(draft_hidden, draft_head, target_hidden, target_head, loss, outside, 
     width = target_head.shape[1 - head_axis]
     if width != target_hidden.shape[1]:
         raise ValueError(
-            f"the target head is {target_head.shape} and its hidden states {target_hidden.shape[1]} "
+            f"the target head is {target_head.shape}, its hidden states {target_hidden.shape[1]} "
             "wide; [Ht, V] is expected, or [V, Ht] with target_head_transposed=True"
         )
