@@ -1,36 +1,17 @@
-"""The rows of one parallel draft pass, from the rows that the target just verified.
+"""The rows of one draft pass, from the rows that the target just verified.
 
 Of the K + 1 rows that the target checked, `num_valid` hold committed tokens. Each gives a draft
 row that pairs the *next* token with that row's hidden state: ids are shifted left by one, positions
-are not. K - 1 mask rows follow at the next positions, then padding. Every request therefore fits a
-tile of 2K rows. (The flat layout for mixed prefill and decode is `pallas_kernels.expand_batch`.)
+are not. For P-EAGLE, K - 1 mask rows follow at the next positions, then padding, so that every
+request fits a tile of 2K rows; `pallas_kernels.expand_tile` builds it.
 """
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DraftTile:
-    """2K rows for each request.
-
-    Attributes:
-      ids: next tokens, mask ids, 0 in padding.
-      positions: those of the hidden states; -1 in padding, so that nothing is written.
-      is_mask: which rows get the learned hidden state.
-      source_rows: the verified row whose hidden state a row carries; -1 for mask rows and padding.
-      sample_rows: the row whose logits give each of the K drafts.
-    """
-
-    ids: Int[Array, "B M"]
-    positions: Int[Array, "B M"]
-    is_mask: Bool[Array, "B M"]
-    source_rows: Int[Array, "B M"]
-    sample_rows: Int[Array, "B K"]
+from pallas_kernels import ExpandedTile, KernelSharding, expand_tile
 
 
 def valid_rows(
@@ -50,7 +31,7 @@ def valid_rows(
     return ids, jnp.where(real, positions, -1)
 
 
-def expand_tile(
+def draft_tile(
     tokens: Int[Array, "B S"],
     first_position: Int[Array, "B"],
     num_valid: Int[Array, "B"],
@@ -58,8 +39,9 @@ def expand_tile(
     *,
     num_drafts: int,
     mask_token_id: int,
-) -> DraftTile:
-    """Build the tile of a P-EAGLE pass.
+    sharding: KernelSharding | None = None,
+) -> ExpandedTile:
+    """The 2K rows of each request in a P-EAGLE pass; padding has position -1.
 
     Args:
       tokens: committed tokens by position; token p + 1 is the id of the row at position p.
@@ -69,19 +51,23 @@ def expand_tile(
         draft cache would have holes, and one that wants d has d - 1 mask rows.
       num_drafts: K.
     """
-    width = 2 * num_drafts
-    steps = jnp.arange(width, dtype=first_position.dtype)[None, :]
-    ids, positions = valid_rows(tokens, first_position, num_valid, width)
-    last_mask = num_valid + jnp.maximum(wanted - 1, 0)
-    is_mask = (steps >= num_valid[:, None]) & (steps < last_mask[:, None])
-    is_mask = is_mask & (num_valid > 0)[:, None]
-    first_sample = jnp.maximum(num_valid - 1, 0)[:, None]
-    return DraftTile(
-        ids=jnp.where(is_mask, mask_token_id, ids),
-        positions=jnp.where(is_mask, first_position[:, None] + steps, positions),
-        is_mask=is_mask,
-        source_rows=jnp.where(steps < num_valid[:, None], steps, -1),
-        sample_rows=first_sample + jnp.arange(num_drafts, dtype=first_sample.dtype)[None, :],
+    steps = jnp.arange(num_drafts + 1, dtype=first_position.dtype)[None, :]
+    verified = token_at(tokens, first_position[:, None] + steps)
+    newest = token_at(tokens, (first_position + num_valid)[:, None])[:, 0]
+    tile = expand_tile(
+        verified,
+        first_position,
+        newest,
+        num_valid,
+        mask_token_id=mask_token_id,
+        sharding=sharding,
+    )
+    index = jnp.arange(2 * num_drafts, dtype=num_valid.dtype)[None, :]
+    unwanted = tile.is_mask & (index >= (num_valid + jnp.maximum(wanted - 1, 0))[:, None])
+    return dataclasses.replace(
+        tile,
+        positions=jnp.where(unwanted, -1, tile.positions),
+        is_mask=tile.is_mask & ~unwanted,
     )
 
 

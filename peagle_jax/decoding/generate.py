@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from peagle_jax.decoding.drafting import Method
@@ -28,11 +29,12 @@ from peagle_jax.decoding.methods import MethodName, make_method
 from peagle_jax.decoding.params import SamplingParams
 from peagle_jax.decoding.requests import Features, Requests, make_requests
 from peagle_jax.decoding.rounds import Params, decode_round, prefill_chunk
-from peagle_jax.decoding.state import DecodeState, init_state
-from peagle_jax.models.cache import init_cache
+from peagle_jax.decoding.state import DecodeState, admit, init_state
+from peagle_jax.models.cache import KVCache, init_cache
 from peagle_jax.models.config import TargetConfig
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.target import Target
+from peagle_jax.sharding import batch_sharding, cache_shardings
 
 UNTIL_DONE = np.iinfo(np.int32).max
 
@@ -47,6 +49,7 @@ class GenerateFn:
       cache_length: slots of the caches and of the token buffer.
       max_prefill_chunk: most prompt rows of one pass.
       eos_token_ids: ids that end every request that does not ignore them.
+      mesh: where the state lives; rows are split over its batch axes, heads over `tensor`.
     """
 
     params: Params
@@ -60,6 +63,7 @@ class GenerateFn:
     max_prefill_chunk: int
     eos_token_ids: tuple[int, ...]
     max_stop_ids: int
+    mesh: Mesh | None = None
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -103,6 +107,31 @@ class GenerateFn:
         """The state of a new batch, padded with finished rows to `batch_size`."""
         return self.compiled.empty(*self.requests(prompts, params, batch_size=batch_size))
 
+    def admit(
+        self,
+        state: DecodeState,
+        rows: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+    ) -> DecodeState:
+        """New requests in these rows of a running batch; `prefill` then runs their prompts.
+
+        The state is donated.
+        """
+        batch = state.tokens.shape[0]
+        if len(set(rows)) != len(prompts) or not all(0 <= row < batch for row in rows):
+            raise ValueError(
+                f"admit: rows {list(rows)} must be {len(prompts)} different rows of a batch of "
+                f"{batch}, one for each prompt"
+            )
+        requests, tokens = self.requests(prompts, params, batch_size=batch)
+        order = np.full(batch, batch - 1 if len(prompts) < batch else 0, np.int32)
+        order[list(rows)] = np.arange(len(prompts))
+        chosen = np.zeros(batch, bool)
+        chosen[list(rows)] = True
+        requests = jax.tree.map(lambda column: column[order], requests)
+        return self.compiled.admit(state, requests, tokens[order], chosen)
+
     def empty_state(
         self, requests: Requests, tokens: Int[Array | np.ndarray, "B S"]
     ) -> DecodeState:
@@ -117,7 +146,7 @@ class GenerateFn:
             max_new_rows=rows,
             dtype=self.dtype,
         )
-        return init_state(
+        state = init_state(
             requests,
             tokens,
             cache,
@@ -125,6 +154,19 @@ class GenerateFn:
             vocab_size=self.target_config.vocab_size,
             features=self.features,
         )
+        return self._placed(state)
+
+    def _placed(self, state: DecodeState) -> DecodeState:
+        """The state with its arrays where the mesh wants them."""
+        if self.mesh is None:
+            return state
+
+        def place(leaf: Any) -> Any:
+            if isinstance(leaf, KVCache):
+                return jax.lax.with_sharding_constraint(leaf, cache_shardings(leaf, self.mesh))
+            return jax.lax.with_sharding_constraint(leaf, batch_sharding(leaf.shape, self.mesh))
+
+        return jax.tree.map(place, state, is_leaf=lambda leaf: isinstance(leaf, KVCache))
 
     def prefill(self, params: Params, state: DecodeState, *, chunk: int) -> DecodeState:
         """Run every pending prompt to its end, `chunk` rows of each at a time, and sample its first
@@ -142,7 +184,8 @@ class GenerateFn:
             method=self.method,
             features=self.features,
         )
-        return jax.lax.while_loop(lambda state: jnp.any(state.pending), body, state)
+        state = jax.lax.while_loop(lambda state: jnp.any(state.pending), body, state)
+        return self._placed(state)
 
     def step(
         self, params: Params, state: DecodeState, num_rounds: Int[Array, ""] | int
@@ -163,7 +206,7 @@ class GenerateFn:
             return carry[0] + 1, state
 
         start = (jnp.zeros((), jnp.int32), state)
-        return jax.lax.while_loop(unfinished, body, start)[1]
+        return self._placed(jax.lax.while_loop(unfinished, body, start)[1])
 
     def generate(self, params: Params, state: DecodeState) -> DecodeState:
         """Rounds until every row is done: `step` without a bound."""
@@ -172,10 +215,15 @@ class GenerateFn:
     @functools.cached_property
     def compiled(self) -> "Compiled":
         """The functions jitted once, the state donated: a state passed in is gone."""
+        on_mesh = functools.partial(_on_mesh, self.mesh)
+        admit_rows = functools.partial(admit, features=self.features)
         return Compiled(
-            empty=jax.jit(self.empty_state),
-            prefill=jax.jit(self.prefill, static_argnames="chunk", donate_argnames="state"),
-            step=jax.jit(self.step, donate_argnames="state"),
+            empty=on_mesh(jax.jit(self.empty_state)),
+            prefill=on_mesh(
+                jax.jit(self.prefill, static_argnames="chunk", donate_argnames="state")
+            ),
+            step=on_mesh(jax.jit(self.step, donate_argnames="state")),
+            admit=on_mesh(jax.jit(lambda *args: self._placed(admit_rows(*args)), donate_argnums=0)),
         )
 
     def run(
@@ -207,11 +255,25 @@ class GenerateFn:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """`empty(requests, tokens)`, `prefill(params, state, chunk=)`, `step(params, state, n)`."""
+    """`empty(requests, tokens)`, `prefill(params, state, chunk=)`, `step(params, state, n)`,
+    `admit(state, requests, tokens, rows)`; with a mesh it is set while they run."""
 
     empty: Callable[..., DecodeState]
     prefill: Callable[..., DecodeState]
     step: Callable[..., DecodeState]
+    admit: Callable[..., DecodeState]
+
+
+def _on_mesh(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    if mesh is None:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def make_generate_fn(
@@ -229,6 +291,7 @@ def make_generate_fn(
     max_stop_ids: int = 16,
     force: bool = False,
     method_params: Any = None,
+    mesh: Mesh | None = None,
 ) -> GenerateFn:
     """Build the pure functions that decode with `target`.
 
@@ -243,6 +306,7 @@ def make_generate_fn(
       allow_longer_context: serve beyond the target's configured positions.
       eos_token_ids: None is the target config's.
       force: draft with a method that the head was not trained for.
+      mesh: the mesh that the parameters live on; None is one device.
 
     Raises: ValueError where the parts do not fit or the context is beyond the model's.
     """
@@ -259,7 +323,12 @@ def make_generate_fn(
         )
     if method is None or isinstance(method, str):
         method, method_params = make_method(
-            method, config, drafter, num_speculative_tokens=num_speculative_tokens, force=force
+            method,
+            config,
+            drafter,
+            num_speculative_tokens=num_speculative_tokens,
+            force=force,
+            mesh=mesh,
         )
     draft_config = getattr(method, "config", None)
     if draft_config is not None and context_length > draft_config.max_positions:
@@ -281,6 +350,7 @@ def make_generate_fn(
         max_prefill_chunk=min(max_prefill_chunk, cache_length),
         eos_token_ids=tuple(config.eos_token_ids if eos_token_ids is None else eos_token_ids),
         max_stop_ids=max_stop_ids,
+        mesh=mesh,
     )
 
 

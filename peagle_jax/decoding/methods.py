@@ -5,7 +5,9 @@ from typing import Any, Literal, get_args
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
+from pallas_kernels import KernelSharding
 from peagle_jax.decoding.drafting import (
     Eagle3,
     Method,
@@ -18,6 +20,7 @@ from peagle_jax.decoding.params import check_num_speculative_tokens
 from peagle_jax.models.config import DrafterConfig, TargetConfig
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.drafter import check_num_speculative_tokens as check_window
+from peagle_jax.sharding import RULES
 
 MethodName = Literal["p-eagle", "eagle3", "prompt-lookup", "none"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
@@ -59,6 +62,7 @@ def make_method(
     *,
     num_speculative_tokens: int | None = None,
     force: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[Method, Any]:
     """The method and its parameters (None without a network).
 
@@ -93,7 +97,13 @@ def make_method(
         method = Eagle3(num_drafts=count, graph=graph, config=config, dtype=drafter.dtype)
         return method, NetworkParams(network, None)
     check_window(config, count)
-    method = PEagle(num_drafts=count, graph=graph, config=config, dtype=drafter.dtype)
+    method = PEagle(
+        num_drafts=count,
+        graph=graph,
+        config=config,
+        dtype=drafter.dtype,
+        sharding=None if mesh is None else KernelSharding(mesh, batch=RULES["batch"]),
+    )
     leaves = jax.tree.leaves(network)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         mask = jax.eval_shape(lambda values: nnx.merge(graph, values).fused_mask(), network)

@@ -19,7 +19,7 @@ from peagle_jax.decoding.logits import (
     top_log_probabilities,
 )
 from peagle_jax.decoding.requests import Features, Requests, is_stop
-from peagle_jax.models.cache import KVCache
+from peagle_jax.models.cache import KVCache, LayerCache
 
 
 class FinishReason(enum.IntEnum):
@@ -56,8 +56,8 @@ class DecodeState:
       prefilled: prompt tokens whose keys and values are in the caches.
       finished: the row writes nothing any more and its outputs do not change.
       finish_reason: a FinishReason.
-      target_cache: keys and values of positions 0..committed - 2, and stale ones above, which no
-        query reaches before they are overwritten.
+      target_cache: a KVCache with keys and values of positions 0..committed - 2, and stale ones
+        above, which no query reaches before they are overwritten.
       draft: whatever the drafting method carries (cache and verified rows of a network).
       draft_depth: for each output token 0 where it is the target's own, i where it is an accepted
         i-th draft of its round. Statistics and coloured text are read from here.
@@ -73,7 +73,7 @@ class DecodeState:
     prefilled: Int[Array, "B"]
     finished: Bool[Array, "B"]
     finish_reason: Int[Array, "B"]
-    target_cache: KVCache
+    target_cache: Any
     draft: Any
     draft_depth: Int8[Array, "B S"]
     round_drafts: Int8[Array, "B S"]
@@ -95,7 +95,7 @@ class DecodeState:
 def init_state(
     requests: Requests,
     prompt_tokens: Int[Array, "B S"],
-    target_cache: KVCache,
+    target_cache: KVCache | tuple[()],
     draft: Any,
     *,
     vocab_size: int,
@@ -131,6 +131,44 @@ def init_state(
         history=history,
         logprobs=logprobs,
     )
+
+
+def admit(
+    state: DecodeState,
+    requests: Requests,
+    tokens: Int[Array, "B S"],
+    rows: Bool[Array, "B"],
+    *,
+    features: Features,
+) -> DecodeState:
+    """The state with new requests in `rows`, whose prompts are then pending; others keep running.
+
+    The caches stay where they are: stale entries of the rows are never read, once a ring has
+    forgotten which positions its slots hold.
+    """
+
+    def pick(new: Array, old: Array) -> Array:
+        return jnp.where(jnp.expand_dims(rows, tuple(range(1, old.ndim))), new, old)
+
+    vocab_size = 0 if state.history is None else state.history.in_prompt.shape[1]
+    fresh = init_state(requests, tokens, (), (), vocab_size=vocab_size, features=features)
+    kept = dataclasses.replace(state, target_cache=(), draft=())
+    return dataclasses.replace(
+        jax.tree.map(pick, fresh, kept),
+        target_cache=_forget(state.target_cache, rows),
+        draft=_forget(state.draft, rows),
+    )
+
+
+def _forget(tree: Any, rows: Bool[Array, "B"]) -> Any:
+    """Every ring in `tree` without what it holds for `rows`."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, LayerCache) or leaf.positions is None:
+            return leaf
+        return dataclasses.replace(leaf, positions=jnp.where(rows[:, None], -1, leaf.positions))
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, LayerCache))
 
 
 def commit(

@@ -87,7 +87,8 @@ def merge_stats(parts: Iterable[AcceptanceStats]) -> AcceptanceStats:
     width = max((len(part.num_accepted_per_position) for part in parts), default=0)
     per_position = np.zeros(width, np.int64)
     for part in parts:
-        per_position[: len(part.num_accepted_per_position)] += part.num_accepted_per_position
+        counts = np.asarray(part.num_accepted_per_position, np.int64)
+        per_position[: len(counts)] += counts
     return AcceptanceStats(
         num_drafts=sum(part.num_drafts for part in parts),
         num_draft_tokens=sum(part.num_draft_tokens for part in parts),

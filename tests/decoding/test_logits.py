@@ -21,7 +21,7 @@ def requests_of(prompts, params, features=ALL, vocab=VOCAB):
         params,
         batch_size=len(params),
         vocab_size=vocab,
-        context_length=64,
+        context_length=1024,
         eos_token_ids=EOS,
         num_speculative_tokens=3,
         features=features,

@@ -17,7 +17,7 @@ ROPE = RopeConfig()
 LAYER = LayerConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=ROPE)
 
 
-def _target(family: str, layers: tuple[LayerConfig, ...], **fields) -> TargetConfig:
+def tiny_target(family: str, layers: tuple[LayerConfig, ...], **fields) -> TargetConfig:
     base = dict(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -38,14 +38,16 @@ _OSS_MOE = dataclasses.replace(
 _YARN = RopeConfig(kind="yarn", factor=4.0, original_max_positions=64, truncate=False)
 
 TARGETS: dict[str, TargetConfig] = {
-    "llama": _target(
+    "llama": tiny_target(
         "llama",
         (dataclasses.replace(LAYER, rope=RopeConfig(theta=500.0)),) * 2,
         tied_embeddings=True,
     ),
-    "qwen3": _target("qwen3", (LAYER,) * 2, qk_norm=True),
-    "qwen3_moe": _target("qwen3_moe", (dataclasses.replace(LAYER, moe=_MOE),) * 2, qk_norm=True),
-    "gpt_oss": _target(
+    "qwen3": tiny_target("qwen3", (LAYER,) * 2, qk_norm=True),
+    "qwen3_moe": tiny_target(
+        "qwen3_moe", (dataclasses.replace(LAYER, moe=_MOE),) * 2, qk_norm=True
+    ),
+    "gpt_oss": tiny_target(
         "gpt_oss",
         tuple(
             dataclasses.replace(LAYER, window=window, moe=_OSS_MOE, rope=_YARN)
@@ -57,7 +59,7 @@ TARGETS: dict[str, TargetConfig] = {
         norm_cast="after_weight",
         activation="clamped_swiglu",
     ),
-    "gemma4": _target(
+    "gemma4": tiny_target(
         "gemma4",
         (
             dataclasses.replace(LAYER, window=5),
