@@ -82,6 +82,7 @@ def select(
     implementation: Implementation | None,
     *,
     name: str = "",
+    unsupported: str | None = None,
 ) -> Callable:
     """The function that runs the chosen implementation; call it with the array arguments only.
 
@@ -90,14 +91,19 @@ def select(
       triton: function of the arrays with a keyword `interpret: bool`; same outputs.
       implementation: see `resolve`.
       name: the operation, for the error message.
+      unsupported: why the kernel cannot take these shapes; None where it can. The default then is
+        the reference everywhere.
 
+    Raises: NotImplementedError where a kernel was asked for by name that cannot take the shapes.
     Raises (while lowering): NotImplementedError where "triton" was asked for by name and the
       program is lowered for anything but CUDA.
     """
     chosen = resolve(implementation)
-    compiled = functools.partial(triton, interpret=False)
-    if chosen == "reference":
+    if chosen == "reference" or (chosen is None and unsupported):
         return reference
+    if unsupported:
+        raise NotImplementedError(f"{name}: implementation {chosen!r} was asked for; {unsupported}")
+    compiled = functools.partial(triton, interpret=False)
     if chosen == "interpret":
         return functools.partial(triton, interpret=True)
     otherwise = reference

@@ -9,7 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.short_query_attention.reference import short_query_attention_reference
-from pallas_kernels.short_query_attention.triton import short_query_attention_triton
+from pallas_kernels.short_query_attention.triton import (
+    short_query_attention_triton,
+    unsupported_reason,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +121,7 @@ def _attend(query, keys, values, query_positions, optional, statics, implementat
         functools.partial(short_query_attention_triton, **keywords),
         implementation,
         name="short_query_attention",
+        unsupported=unsupported_reason(query.shape[-1], query.dtype),
     )
     return run(query, keys, values, query_positions, *optional)
 

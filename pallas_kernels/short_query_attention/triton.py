@@ -30,6 +30,15 @@ def shape_class(head_dim: int, itemsize: int) -> str:
     return f"{max(pl.next_power_of_2(head_dim), 16) * itemsize}B"
 
 
+def unsupported_reason(head_dim: int, dtype) -> str | None:
+    """Why the kernel cannot take such heads; None where it can."""
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"the kernel takes bfloat16, float16 and float32, not {dtype}"
+    if shape_class(head_dim, dtype.itemsize) not in launch.TABLE["short_query_attention"]:
+        return f"no tile of the launch table holds heads of {head_dim} {dtype} numbers"
+    return None
+
+
 def num_splits(programs: int, most_keys: int) -> int:
     """Into how many parts the keys are split, so that few requests still fill the GPU."""
     device = DEVICES[launch.target_device() or "a100"]

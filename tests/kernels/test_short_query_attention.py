@@ -351,6 +351,15 @@ def test_reports_what_does_not_fit():
         short_query_attention(query, cache, cache, positions, window=0)
 
 
+def test_heads_that_no_tile_holds():
+    """The default runs the reference; the kernel by name says why it cannot."""
+    query, cache = jnp.ones((1, 1, 1, 1024)), jnp.ones((1, 2, 1, 1024))
+    positions = jnp.zeros((1, 1), jnp.int32)
+    np.testing.assert_allclose(short_query_attention(query, cache, cache, positions), query)
+    with pytest.raises(NotImplementedError, match="no tile .* holds heads of 1024 float32"):
+        short_query_attention(query, cache, cache, positions, implementation="triton")
+
+
 def _program(shape):
     def attend(positional, arrays):
         return short_query_attention(*positional, **arrays, **shape.keywords())
