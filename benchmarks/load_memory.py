@@ -13,6 +13,7 @@ aligns it is copied: making a 200 MB array then held 400 MB until the buffer was
 """
 
 import argparse
+import functools
 import json
 import math
 import pathlib
@@ -85,9 +86,14 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     return found
 
 
+@functools.cache
+def random_block(dtype: np.dtype) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(1 << 20, np.float32).astype(dtype)
+
+
 def random_tensor(shape: tuple[int, ...], dtype: np.dtype) -> LazyTensor:
     """Normal values, one block of a million repeated."""
-    block = np.random.default_rng(0).standard_normal(1 << 20, np.float32).astype(dtype)
+    block = random_block(dtype)
 
     def parts() -> Iterator[np.ndarray]:
         left = math.prod(shape)
@@ -100,18 +106,21 @@ def random_tensor(shape: tuple[int, ...], dtype: np.dtype) -> LazyTensor:
 
 def write_random(folder: pathlib.Path, config: dict, total_bytes: float, *, fp8: bool) -> None:
     """A checkpoint of about `total_bytes` in four shards, with as many layers as fit."""
-    tensors: dict[str, LazyTensor] = {}
-    config = {**config, "num_hidden_layers": 0}
-    while sum(t.nbytes for t in tensors.values()) < total_bytes:
-        config["num_hidden_layers"] += 1
-        tensors = {}
-        for name, shape in shapes(config).items():
+
+    def made(layers: int) -> dict[str, LazyTensor]:
+        found: dict[str, LazyTensor] = {}
+        for name, shape in shapes({**config, "num_hidden_layers": layers}).items():
             packed = fp8 and name.endswith("_proj.weight")
             dtype = ml_dtypes.float8_e4m3fn if packed else ml_dtypes.bfloat16
-            tensors[name] = random_tensor(shape, np.dtype(dtype))
+            found[name] = random_tensor(shape, np.dtype(dtype))
             if packed:
                 grid = tuple(-(-n // 128) for n in shape)
-                tensors[f"{name}_scale_inv"] = random_tensor(grid, np.dtype(np.float32))
+                found[f"{name}_scale_inv"] = random_tensor(grid, np.dtype(np.float32))
+        return found
+
+    fixed, one = (sum(t.nbytes for t in made(layers).values()) for layers in (0, 1))
+    config = {**config, "num_hidden_layers": round((total_bytes - fixed) / (one - fixed))}
+    tensors = made(config["num_hidden_layers"])
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     weight_map = {}
