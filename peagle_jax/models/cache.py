@@ -19,11 +19,14 @@ class LayerCache:
     in slot p % S and stores which position each slot holds (-1: none), since a slot alone does not
     tell. Entries beyond a request's committed length are stale and never read: the mask goes by
     absolute position, and each is overwritten before a query can reach its position.
+
+    keys, values: [B, S, KV, D]. positions: int32 [B, S] or None. In a mapped tree the fields are
+    what stands for the arrays (shapes, shardings), hence no types.
     """
 
-    keys: Float[Array, "B S KV D"]
-    values: Float[Array, "B S KV D"]
-    positions: Int[Array, "B S"] | None = None
+    keys: Any
+    values: Any
+    positions: Any = None
 
     @property
     def num_slots(self) -> int:

@@ -21,13 +21,14 @@ from peagle_jax.sharding import constrain
 class TargetOutput:
     """What one pass gives.
 
-    hidden: after the final norm, the head's input. taps: the residual stream entering each tapped
-    layer, side by side in the order asked for; None when none was asked for. cache: with the new
-    rows written; None when none was given.
+    hidden: [B, T, H] after the final norm, the head's input. taps: [B, T, A * H], the residual
+    stream entering each tapped layer, side by side in the order asked for; None when none was asked
+    for. cache: with the new rows written; None when none was given. In a mapped tree the fields are
+    what stands for the arrays (shapes, shardings), hence no types.
     """
 
-    hidden: Float[Array, "B T H"]
-    taps: Float[Array, "B T AH"] | None
+    hidden: Any
+    taps: Any
     cache: KVCache | None
 
 
