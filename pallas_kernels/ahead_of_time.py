@@ -29,9 +29,21 @@ COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0}
 
 def unavailable_reason() -> str | None:
     """Why programs cannot be compiled for a GPU here; None where they can."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda12") is None:
+    if not cuda_plugin_installed():
         return "the CUDA plugin is not installed (pip install 'peagle-jax[cuda12]')"
     return None
+
+
+def cuda_plugin_installed() -> bool:
+    """Whether jax's CUDA plugin is there, usable or not."""
+    return _find_module("jax_plugins.xla_cuda12") is not None
+
+
+def _find_module(name: str):
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # its parent is missing
+        return None
 
 
 def figures_unavailable_reason() -> str | None:
@@ -46,7 +58,7 @@ def figures_unavailable_reason() -> str | None:
 
 
 def _ptxas() -> str | None:
-    bundled = importlib.util.find_spec("nvidia.cuda_nvcc")
+    bundled = _find_module("nvidia.cuda_nvcc")
     if bundled and bundled.submodule_search_locations:
         path = pathlib.Path(next(iter(bundled.submodule_search_locations)), "bin", "ptxas")
         if path.exists():
@@ -133,7 +145,20 @@ def compile_for(function: Callable, name: str, *arguments, mesh: Mesh | None = N
     fresh = jax.jit(lambda *values: function(*values))
     with lowering_for(name, mesh):
         lowered = fresh.lower(*_placed(arguments, mesh))
-    return lowered.compile(compiler_options=COMPILER_OPTIONS)
+    with _not_cached():
+        return lowered.compile(compiler_options=COMPILER_OPTIONS)
+
+
+@contextlib.contextmanager
+def _not_cached():
+    """Keep programs for absent GPUs out of the persistent cache: it could not load them again."""
+    name, never = "jax_persistent_cache_min_compile_time_secs", 1e9
+    before = getattr(jax.config, name)
+    jax.config.update(name, never)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def kernel_calls(compiled_text: str) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import platform
 from collections.abc import Mapping
 
@@ -127,7 +126,7 @@ def _default_implementation(backend: str, chosen: str | None, problems: list[str
 def _cuda_plugin(backend: str, versions: Mapping[str, str], problems: list[str]) -> str:
     if backend == "gpu":
         return "usable, in use"
-    if importlib.util.find_spec("jax_plugins.xla_cuda12") is None:
+    if not ahead_of_time.cuda_plugin_installed():
         return "not installed (pip install 'peagle-jax[cuda12]')"
     plugin, jaxlib = versions["jax-cuda12-plugin"], versions["jaxlib"]
     if plugin != jaxlib:
