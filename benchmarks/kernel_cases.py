@@ -20,6 +20,7 @@ from pallas_kernels.expand_batch import shapes as expand_shapes
 from pallas_kernels.fill_hidden import shapes as fill_shapes
 from pallas_kernels.interval_attention import shapes as interval_shapes
 from pallas_kernels.short_query_attention import shapes as attention_shapes
+from pallas_kernels.vocab_loss import shapes as vocab_shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,6 +242,48 @@ def _tiny_interval(mask_rows: int, backward: bool) -> Case:
     return _interval_case(shape, None, backward=backward)
 
 
+# --- vocab_loss ---
+
+
+def _vocab_case(shape: vocab_shapes.Shape, tiny: Case | None) -> Case:
+    abstract = vocab_shapes.abstract_arguments(shape)
+    draft_vocab = shape.draft_vocab or shape.vocab
+    # Both products once each for the losses and for the derivative, then dz times the head.
+    products = 2 * (shape.hidden + shape.target_hidden) + shape.hidden * (1 + shape.head_trainable)
+
+    def call(implementation):
+        def losses(arguments):
+            return vocab_shapes.losses_and_gradients(
+                shape, arguments, implementation=implementation
+            )
+
+        return losses
+
+    def make(seed: int) -> tuple:
+        return (vocab_shapes.random_arguments(shape, seed),)
+
+    return Case(
+        kernel="vocab_loss",
+        shape=shape.name,
+        call=call,
+        abstract=(abstract,),
+        make=make,
+        moved_bytes=_bytes(abstract),
+        flops=2 * shape.rows * draft_vocab * products,
+        bound="matrix",
+        goal="no array of rows x vocabulary; faster than the reference",
+        tiny=tiny,
+    )
+
+
+_TINY_VOCAB = _vocab_case(
+    vocab_shapes.Shape(
+        name="tiny", hidden=32, target_hidden=48, vocab=200, draft_vocab=90, rows=24
+    ),
+    None,
+)
+
+
 def all_cases() -> Iterator[Case]:
     """Every case, kernel by kernel."""
     for shape in expand_shapes.SHAPES:
@@ -253,6 +296,8 @@ def all_cases() -> Iterator[Case]:
         for backward in (False, True):
             tiny = _tiny_interval(24 if shape.mask_rows else 0, backward)
             yield _interval_case(shape, tiny, backward=backward)
+    for shape in vocab_shapes.SHAPES:
+        yield _vocab_case(shape, _TINY_VOCAB)
 
 
 def select_cases(kernels: list[str] | None) -> list[Case]:

@@ -66,6 +66,26 @@ def abstract_arguments(shape: Shape) -> dict[str, jax.ShapeDtypeStruct | None]:
     }
 
 
+def random_arguments(shape: Shape, seed: int) -> dict[str, Array | None]:
+    """Arguments of `losses_and_gradients`; draft columns spread over the vocabulary."""
+    key = jax.random.key(seed)
+    arguments = {}
+    for index, (name, leaf) in enumerate(abstract_arguments(shape).items()):
+        if leaf is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
+            values = jax.random.normal(jax.random.fold_in(key, index), leaf.shape, leaf.dtype)
+            scale = 0.05 if name.endswith("head") else 1.0
+            arguments[name] = values * jnp.asarray(scale, leaf.dtype)
+        else:
+            arguments[name] = None
+    arguments["weights"] = jnp.ones((shape.rows,), jnp.float32)
+    if shape.draft_vocab is not None:
+        step = shape.vocab // shape.draft_vocab
+        ids = jnp.arange(shape.draft_vocab, dtype=jnp.int32) * step
+        arguments["draft_token_ids"] = ids
+        arguments["target_argmax"] = ids[jnp.arange(shape.rows) % shape.draft_vocab]
+    return arguments
+
+
 def losses_and_gradients(shape: Shape, arguments: dict[str, Array | None], **options):
     """What a training step asks for: gradients by hidden states and head, and the metrics."""
     from pallas_kernels.vocab_loss import vocab_loss

@@ -34,8 +34,8 @@ def draw_packing(seed, *, n, lengths, num_depths, capacity, keep=0.7, skip=0.0):
     for b, sizes in enumerate(lengths):
         begin, at = 0, 0
         for document, size in enumerate(sizes):
-            # Ids carry no order: a later document may have a smaller id.
-            ids[b, begin : begin + size] = 7 - document % 8
+            # Ids carry no order: a later document has a smaller one.
+            ids[b, begin : begin + size] = len(sizes) - 1 - document
             for a in range(begin + int(size * skip), begin + size):
                 deepest = 0
                 while (

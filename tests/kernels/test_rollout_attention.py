@@ -1,130 +1,231 @@
-"""Training attention against brute force: values, gradients, documents, windows, padding."""
+"""Training attention against brute force: values, gradients, documents, windows, padding, work."""
 
+import collections
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from pallas_kernels import ahead_of_time, launch, memory
 from pallas_kernels.document_attention import document_attention
+from pallas_kernels.interval_attention import intervals, schedule, shapes, triton
+from pallas_kernels.launch import Launch
 from pallas_kernels.rollout_attention import rollout_attention
 from tests.kernels import attention_oracle as oracle
+from tests.kernels.compile_for_gpu import (
+    DEVICE_NAMES,
+    assert_no_spills,
+    needs_cuda_plugin,
+    needs_kernel_figures,
+)
 
-# (batch rows' document lengths, n): packed, with padding, one row, one document to the brim
+SCALE = 0.3
+# One static shape; which documents and rollouts it holds is data. Neither is a multiple of a block.
+N, M = 80, 163
+# Document lengths of the two batch rows: packed, with padding, one row each, full, nothing at all.
 PACKINGS = {
-    "packed": (((23, 40, 9), (70,)), 80),
-    "tiny": (((1,), (1, 1)), 3),
-    "long": (((150, 33), (201,)), 201),
-    "all_padding": (((), (5,)), 16),
+    "packed": ((23, 40, 9), (70,)),
+    "short": ((1,) * 30, (2, 1, 1, 50)),
+    "full": ((80,), (33, 47)),
+    "nothing": ((), (5,)),
 }
-IMPLEMENTATIONS = ["reference"]
+KERNELS = ("forward", "d_query", "d_keys")
 
 
-def _arrays(seed, n, rows, heads=4, kv_heads=2, width=16, batch=2):
+@pytest.fixture(autouse=True)
+def small_tiles():
+    """Tiles small enough that every packing has several, of two sizes; same for all programs."""
+    with contextlib.ExitStack() as stack:
+        for kernel, rows, keys in zip(KERNELS, (32, 16, 16), (16, 16, 32), strict=True):
+            entry = Launch(num_warps=4, num_stages=1, blocks={"rows": rows, "keys": keys})
+            stack.enter_context(launch.override(f"interval_attention_{kernel}", entry))
+        yield
+
+
+def make_arrays(seed, n=N, rows=M, dtype=np.float32, heads=4, kv_heads=2, width=24, batch=2):
     rng = np.random.default_rng(seed)
-
-    def draw(*shape):
-        return rng.standard_normal(shape).astype(np.float32)
-
+    lengths = {"q": rows, "k": n, "v": n, "own_k": rows, "own_v": rows, "d_out": rows}
     return {
-        "q": draw(batch, rows, heads, width),
-        "k": draw(batch, n, kv_heads, width),
-        "v": draw(batch, n, kv_heads, width),
-        "own_k": draw(batch, rows, kv_heads, width),
-        "own_v": draw(batch, rows, kv_heads, width),
-        "d_out": draw(batch, rows, heads, width),
+        name: rng.standard_normal(
+            (batch, length, heads if name in ("q", "d_out") else kv_heads, width)
+        ).astype(dtype)
+        for name, length in lengths.items()
     }
 
 
 @functools.partial(jax.jit, static_argnames=("window", "implementation"))
-def _document(q, k, v, d_out, ids, window, implementation):
+def run_documents(arrays, ids, *, window, implementation):
     def run(q, k, v):
         return document_attention(
-            q, k, v, ids, scale=0.3, window=window, implementation=implementation
+            q, k, v, ids, scale=SCALE, window=window, implementation=implementation
         )
 
-    out, pull = jax.vjp(run, q, k, v)
-    return out, pull(d_out)
+    out, pull = jax.vjp(run, arrays["q"], arrays["k"], arrays["v"])
+    return out, pull(arrays["d_out"])
 
 
 @functools.partial(jax.jit, static_argnames=("window", "implementation"))
-def _rollout(arrays, anchors, depths, valid, ids, window, implementation):
-    def run(q, k, v, own_k, own_v):
+def run_rollouts(arrays, anchors, depths, valid, ids, *, window, implementation):
+    def run(*inputs):
         return rollout_attention(
-            q, k, v, own_k, own_v, anchors, depths, valid, ids,
-            scale=0.3, window=window, implementation=implementation,
-        )  # fmt: skip
+            *inputs,
+            anchors,
+            depths,
+            valid,
+            ids,
+            scale=SCALE,
+            window=window,
+            implementation=implementation,
+        )
 
     inputs = [arrays[name] for name in ("q", "k", "v", "own_k", "own_v")]
     out, pull = jax.vjp(run, *inputs)
     return out, pull(arrays["d_out"])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("name", PACKINGS)
-def test_document_attention(name, window, implementation):
-    lengths, n = PACKINGS[name]
-    ids = oracle.draw_packing(0, n=n, lengths=lengths, num_depths=1, capacity=1).document_ids
-    x = _arrays(1, n, n)
-    out, gradients = _document(
-        x["q"], x["k"], x["v"], x["d_out"], ids, window=window, implementation=implementation
-    )
+def check_documents(arrays, ids, out, gradients, window, dtype=np.float32):
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
     allowed = oracle.document_mask(ids, window)
-    expected, _, _ = oracle.attention(x["q"], x["k"], x["v"], allowed, 0.3)
-    oracle.assert_close(out, expected, np.float32, n, "output")
-    assert np.all(np.asarray(out)[ids < 0] == 0)
-    wanted = oracle.attention_gradients(x["q"], x["k"], x["v"], allowed, 0.3, x["d_out"])
+    expected, _, _ = oracle.attention(q, k, v, allowed, SCALE)
+    oracle.assert_close(out, expected, dtype, N, "output")
+    assert not np.asarray(out)[ids < 0].any()
+    wanted = oracle.attention_gradients(q, k, v, allowed, SCALE, arrays["d_out"])
     for what, found, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
-        oracle.assert_close(found, expected, np.float32, n, what)
-        assert np.all(np.asarray(found)[ids < 0] == 0)
+        oracle.assert_close(found, expected, dtype, N, what)
+        assert not np.asarray(found)[ids < 0].any(), what
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("name", PACKINGS)
-def test_rollout_attention(name, window, implementation):
-    lengths, n = PACKINGS[name]
-    rows = 2 * n + 3
-    packing = oracle.draw_packing(2, n=n, lengths=lengths, num_depths=8, capacity=rows)
-    x = _arrays(3, n, rows)
-    out, gradients = _rollout(
-        x,
-        packing.anchors,
-        packing.depths,
-        packing.valid,
-        packing.document_ids,
-        window=window,
-        implementation=implementation,
-    )
+def check_rollouts(arrays, packing, out, gradients, window, dtype=np.float32):
+    n = packing.document_ids.shape[1]
     allowed = oracle.rollout_mask(packing, window)
-    keys = np.concatenate([x["k"], x["own_k"]], 1)
-    values = np.concatenate([x["v"], x["own_v"]], 1)
-    expected, _, _ = oracle.attention(x["q"], keys, values, allowed, 0.3)
-    oracle.assert_close(out, expected, np.float32, n, "output")
-    assert np.all(np.asarray(out)[~packing.valid] == 0)
-    dq, dk, dv = oracle.attention_gradients(x["q"], keys, values, allowed, 0.3, x["d_out"])
-    wanted = {"dq": dq, "dk": dk[:, :n], "dv": dv[:, :n], "d own k": dk[:, n:]}
-    wanted["d own v"] = dv[:, n:]
+    keys = np.concatenate([arrays["k"], arrays["own_k"]], 1)
+    values = np.concatenate([arrays["v"], arrays["own_v"]], 1)
+    expected, _, _ = oracle.attention(arrays["q"], keys, values, allowed, SCALE)
+    oracle.assert_close(out, expected, dtype, n, "output")
+    assert not np.asarray(out)[~packing.valid].any()
+    dq, dk, dv = oracle.attention_gradients(
+        arrays["q"], keys, values, allowed, SCALE, arrays["d_out"]
+    )
+    wanted = {"dq": dq, "dk": dk[:, :n], "dv": dv[:, :n], "own dk": dk[:, n:], "own dv": dv[:, n:]}
     for (what, expected), found in zip(wanted.items(), gradients, strict=True):
-        oracle.assert_close(found, expected, np.float32, n, what)
+        oracle.assert_close(found, expected, dtype, n, what)
+    for index in (0, 3, 4):
+        assert not np.asarray(gradients[index])[~packing.valid].any(), index
 
 
-def test_padding_content_is_never_read():
-    lengths, n = PACKINGS["packed"]
-    packing = oracle.draw_packing(4, n=n, lengths=lengths, num_depths=4, capacity=150)
-    x = _arrays(5, n, 150)
-    call = functools.partial(
-        _rollout, anchors=packing.anchors, depths=packing.depths, valid=packing.valid,
-        ids=packing.document_ids, window=None, implementation="reference",
-    )  # fmt: skip
-    clean = call(x)
-    dirty = {key: value.copy() for key, value in x.items()}
-    for key in ("q", "own_k", "own_v"):
-        dirty[key][~packing.valid] = 1e30
-    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(call(dirty)), strict=True):
-        np.testing.assert_array_equal(a, b)
+def rollouts(arrays, packing, **options):
+    return run_rollouts(
+        arrays, packing.anchors, packing.depths, packing.valid, packing.document_ids, **options
+    )
+
+
+# --- values and gradients -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_documents(implementation, window):
+    for seed, lengths in enumerate(PACKINGS.values()):
+        packing = oracle.draw_packing(seed, n=N, lengths=lengths, num_depths=1, capacity=1)
+        arrays = make_arrays(seed, rows=N)
+        found = run_documents(
+            arrays, packing.document_ids, window=window, implementation=implementation
+        )
+        check_documents(arrays, packing.document_ids, *found, window)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_rollouts(implementation, window):
+    for seed, lengths in enumerate(PACKINGS.values()):
+        packing = oracle.draw_packing(seed, n=N, lengths=lengths, num_depths=8, capacity=M)
+        arrays = make_arrays(seed)
+        found = rollouts(arrays, packing, window=window, implementation=implementation)
+        check_rollouts(arrays, packing, *found, window)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.integers(1, 40), max_size=12),
+    keep=st.floats(0.0, 1.0),
+    skip=st.floats(0.0, 0.95),
+    num_depths=st.integers(2, 20),
+)
+def test_any_packing(seed, lengths, keep, skip, num_depths):
+    """The interpreted kernel on drawn documents and rollouts; no new program per draw."""
+    fitting = [size for size, end in zip(lengths, np.cumsum(lengths), strict=True) if end <= N]
+    packing = oracle.draw_packing(
+        seed,
+        n=N,
+        lengths=(tuple(fitting), tuple(reversed(fitting))),
+        num_depths=num_depths,
+        capacity=M,
+        keep=keep,
+        skip=skip,
+    )
+    arrays = make_arrays(seed)
+    found = rollouts(arrays, packing, window=5, implementation="interpret")
+    check_rollouts(arrays, packing, *found, 5)
+
+
+def test_bfloat16(implementation):
+    packing = oracle.draw_packing(
+        3, n=N, lengths=PACKINGS["packed"], num_depths=8, capacity=M, keep=0.9
+    )
+    arrays = make_arrays(3, dtype=jnp.bfloat16, heads=2, kv_heads=1, width=16, batch=2)
+    found = rollouts(arrays, packing, window=None, implementation=implementation)
+    check_rollouts(arrays, packing, *found, None, dtype=jnp.bfloat16)
+
+
+@pytest.mark.slow
+def test_one_row(implementation):
+    one = np.ones((2, 1), np.int32)
+    packing = oracle.Packing(np.array([[0], [-1]]), 0 * one, one, np.array([[True], [False]]))
+    arrays = make_arrays(1, n=1, rows=1)
+    found = rollouts(arrays, packing, window=None, implementation=implementation)
+    check_rollouts(arrays, packing, *found, None)
+
+
+def test_padding_rows_are_never_read(implementation):
+    """Mask rows of any content in the queries, and another document's keys, change nothing."""
+    packing = oracle.draw_packing(4, n=N, lengths=PACKINGS["packed"], num_depths=8, capacity=M)
+    arrays = make_arrays(5)
+    dirty = {name: array.copy() for name, array in arrays.items()}
+    for name in ("q", "own_k", "own_v", "d_out"):
+        dirty[name][~packing.valid] = 1e15
+    options = {"window": None, "implementation": implementation}
+    for clean, found in zip(
+        jax.tree.leaves(rollouts(arrays, packing, **options)),
+        jax.tree.leaves(rollouts(dirty, packing, **options)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(clean, found)
+
+
+def test_documents_do_not_mix(implementation):
+    """Perturbing one document leaves every other's outputs and gradients bit-identical."""
+    packing = oracle.draw_packing(6, n=N, lengths=PACKINGS["packed"], num_depths=8, capacity=M)
+    arrays = make_arrays(7)
+    changed = {name: array.copy() for name, array in arrays.items()}
+    first = slice(0, 23)
+    of_first = packing.valid[0] & (packing.anchors[0] < 23)
+    for name in ("k", "v"):
+        changed[name][0, first] += 1
+    for name in ("q", "own_k", "own_v", "d_out"):
+        changed[name][0, of_first] += 1
+    options = {"window": None, "implementation": implementation}
+    before = rollouts(arrays, packing, **options)
+    after = rollouts(changed, packing, **options)
+    others = [~of_first, ~of_first, np.arange(N) >= 23, np.arange(N) >= 23, ~of_first, ~of_first]
+    for left, right, keep in zip(
+        jax.tree.leaves(before), jax.tree.leaves(after), others, strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(left)[0, keep], np.asarray(right)[0, keep])
+        np.testing.assert_array_equal(left[1], right[1])
 
 
 def test_memory_is_linear_in_rows():
@@ -132,10 +233,9 @@ def test_memory_is_linear_in_rows():
 
     def temporaries(n):
         shape = jax.ShapeDtypeStruct((1, n, 2, 16), jnp.float32)
+        arrays = dict.fromkeys(("q", "k", "v", "d_out"), shape)
         ids = jax.ShapeDtypeStruct((1, n), jnp.int32)
-        lowered = _document.lower(
-            shape, shape, shape, shape, ids, window=None, implementation="reference"
-        )
+        lowered = run_documents.lower(arrays, ids, window=None, implementation="reference")
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(4096) < 2.3 * temporaries(2048)
@@ -156,3 +256,140 @@ def test_errors(change, message):
     ids = jnp.zeros((1, 4), jnp.int32)
     with pytest.raises(ValueError, match=message):
         document_attention(q, k, k, ids, scale=1.0, window=change.get("window"))
+
+
+# --- counted work -------------------------------------------------------------------------------
+
+# Two batch rows each: documents' lengths, share of each without rollouts (a prompt), window.
+WORKLOADS = {
+    "one_document": (((1024,), (700,)), 0.0, None),
+    "packed": (((300, 150, 400, 90), (512, 512)), 0.0, None),
+    "prompts": (((500, 524), (200, 100, 300, 250, 174)), 0.7, None),
+    "window": (((1024,), (400, 600)), 0.0, 128),
+    "prompts_window": (((350, 250, 300), (124, 800)), 0.8, 64),
+}
+
+
+def _needed(allowed, tile, block):
+    """(tile of rows, block of keys) pairs with an allowed pair, from the dense mask [M, S]."""
+    rows, keys = allowed.shape
+    padded = np.zeros((-(-rows // tile) * tile, -(-keys // block) * block), bool)
+    padded[:rows, :keys] = allowed
+    return padded.reshape(-1, tile, padded.shape[1] // block, block).any((1, 3)).sum()
+
+
+def _visits(function, *arguments):
+    """How often an interpreted kernel loaded each operand."""
+    visits = collections.Counter()
+    with memory.observing(lambda kind, label, elements: visits.update([(kind, label)])):
+        jax.block_until_ready(jax.jit(lambda *values: function(*values))(*arguments))
+        jax.effects_barrier()
+    return visits
+
+
+@pytest.fixture
+def packed_workload(request):
+    lengths, skip, window = WORKLOADS[request.param]
+    rows = 3000
+    packing = oracle.draw_packing(
+        11, n=1024, lengths=lengths, num_depths=8, capacity=rows, keep=0.7, skip=skip
+    )
+    return packing, oracle.rollout_mask(packing, window), window
+
+
+@pytest.mark.parametrize("packed_workload", WORKLOADS, indirect=True)
+def test_scheduled_blocks(packed_workload):
+    """The schedules at the launch table's tiles: at most 1.15 times the blocks that are needed, and
+    every block that is."""
+    packing, allowed, window = packed_workload
+    visible = intervals.rollout_intervals(
+        packing.anchors, packing.depths, packing.valid, packing.document_ids, window
+    )
+    n, rows = packing.document_ids.shape[1], packing.anchors.shape[1]
+    for tile, block in ((128, 64), (64, 64), (64, 32)):
+        work = np.asarray(schedule.tile_schedule(*visible, tile=tile, block=block))
+        spans = np.maximum(work[..., 1::2] - work[..., ::2], 0).sum()
+        prefix, own = allowed[..., :n], allowed[..., n:]
+        needed = sum(_needed(m, tile, block) for part in (prefix, own) for m in part)
+        assert needed <= spans <= 1.15 * needed, (tile, block, spans / needed)
+        for part, (first, last), keys in ((prefix, visible[:2], n), (own, visible[2:], rows)):
+            work = schedule.block_schedule(first, last, keys=keys, tile=tile, block=block)
+            spans = int(np.sum(work[..., 1] - work[..., 0]))
+            needed = sum(_needed(m, tile, block) for m in part)
+            assert needed <= spans <= 1.15 * needed, (tile, block, spans / needed)
+
+
+@pytest.mark.parametrize("packed_workload", ["packed"], indirect=True)
+def test_visited_blocks(packed_workload):
+    """What the interpreted kernels load agrees with the dense mask, forward and backward."""
+    packing, allowed, window = packed_workload
+    n, rows = packing.document_ids.shape[1], packing.anchors.shape[1]
+    visible = intervals.rollout_intervals(
+        packing.anchors, packing.depths, packing.valid, packing.document_ids, window
+    )
+    x = make_arrays(0, n=n, rows=rows, heads=1, kv_heads=1, width=16)
+    own = (x["own_k"], x["own_v"], *visible[2:])
+    arguments = (x["q"], x["k"], x["v"], *visible[:2], own)
+    prefix, own_part = allowed[..., :n], allowed[..., n:]
+    with contextlib.ExitStack() as stack:
+        for kernel in KERNELS:
+            entry = Launch(num_warps=4, num_stages=1, blocks={"rows": 128, "keys": 64})
+            stack.enter_context(launch.override(f"interval_attention_{kernel}", entry))
+        forward = functools.partial(triton.forward, scale=SCALE, interpret=True)
+        visits = _visits(forward, *arguments)
+        for label, part in (("k", prefix), ("own_k", own_part)):
+            needed = sum(_needed(m, 128, 64) for m in part)
+            assert needed <= visits["load", label] <= 1.15 * needed, label
+        out, lse = forward(*arguments)
+        backward = functools.partial(triton.backward, scale=SCALE, interpret=True)
+        visits = _visits(backward, *arguments, out, lse, x["d_out"], jnp.zeros_like(lse))
+        # Queries: once per tile in dQ, then once per visited pair in the two kernels of dK and dV.
+        tiles = 2 * -(-rows // 128)
+        needed = sum(_needed(m, 128, 64) for part in (prefix, own_part) for m in part)
+        assert needed <= visits["load", "q"] - tiles <= 1.15 * needed
+
+
+# --- compiled for GPUs --------------------------------------------------------------------------
+
+COMPILED = ("gpt-oss/rollouts", "qwen3-coder/rollouts-chunk", "gemma-4-31b/rollouts-chunk")
+
+
+@pytest.fixture
+def table_tiles():
+    """The launch table's own tiles, not the small ones of this file."""
+    token = launch._overrides.set({})
+    yield
+    launch._overrides.reset(token)
+
+
+@pytest.mark.usefixtures("table_tiles")
+class TestCompiles:
+    pytestmark = needs_cuda_plugin
+
+    @pytest.mark.parametrize("device", DEVICE_NAMES)
+    def test_in_a_program(self, device):
+        """Gradients of every head width in one program: it holds the four kernels of each."""
+        chosen = [shape for shape in shapes.SHAPES if shape.name in COMPILED]
+
+        def program(*arguments):
+            return [shapes.gradients(s, a) for s, a in zip(chosen, arguments, strict=True)]
+
+        arguments = [shapes.abstract_arguments(shape) for shape in chosen]
+        compiled = ahead_of_time.compile_for(program, device, *arguments)
+        names = ("forward", "d_query", "d_keys", "d_own_keys")
+        expected = {f"interval_attention_{name}": len(chosen) for name in names}
+        assert collections.Counter(ahead_of_time.kernel_calls(compiled.as_text())) == expected
+
+
+@pytest.mark.usefixtures("table_tiles")
+class TestFigures:
+    pytestmark = needs_kernel_figures
+
+    @pytest.mark.parametrize(
+        "device", ["a100", *(pytest.param(d, marks=pytest.mark.slow) for d in ("h200", "b200"))]
+    )
+    def test_no_spills(self, device):
+        for shape in shapes.SHAPES:
+            if shape.name in COMPILED:
+                run = functools.partial(shapes.gradients, shape)
+                assert_no_spills(run, device, (shapes.abstract_arguments(shape),))

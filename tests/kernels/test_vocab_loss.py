@@ -1,19 +1,41 @@
 """The vocabulary loss against dense float64: every loss, chunking, policy and layout."""
 
+import collections
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pallas_kernels.vocab_loss import LOSSES, target_argmax, vocab_loss
+from pallas_kernels import ahead_of_time, launch
+from pallas_kernels.launch import Launch
+from pallas_kernels.vocab_loss import LOSSES, shapes, target_argmax, vocab_loss
 from tests.kernels import vocab_oracle
+from tests.kernels.compile_for_gpu import (
+    DEVICE_NAMES,
+    assert_no_spills,
+    needs_cuda_plugin,
+    needs_kernel_figures,
+)
 
-IMPLEMENTATIONS = ["reference"]
 R, H, HT, V, VD = 21, 24, 40, 157, 61
 VALUES = ("loss_sum", "weight_sum", "row_losses", "acceptance")
 CHOICES = ("agreement", "target_argmax", "in_draft_vocabulary")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles():
+    """Tiles that divide neither rows, nor vocabulary, nor hidden sizes."""
+    with contextlib.ExitStack() as stack:
+        for kernel, columns in (("statistics", 16), ("derivative", 32)):
+            blocks = {"rows": 16, "columns": columns, "depth": 16}
+            entry = Launch(num_warps=4, num_stages=1, blocks=blocks)
+            stack.enter_context(launch.override(f"vocab_loss_{kernel}", entry))
+        yield
 
 
 def _arrays(seed=0, *, pruned=True, rows=R):
@@ -44,8 +66,8 @@ def _arrays(seed=0, *, pruned=True, rows=R):
 )
 def _run(
     h, w_draft, g, w_target, ids, weights, *,
-    loss, cap=None, outside="renormalise", chunks=(None, None), trainable=True, transposed=False,
-    implementation="reference",
+    loss="kl", cap=None, outside="renormalise", chunks=(None, None), trainable=True,
+    transposed=False, implementation="reference",
 ):  # fmt: skip
     def of(h, w_draft):
         found = vocab_loss(
@@ -82,13 +104,29 @@ def _compare(found, gradients, expected, weights, trainable=True, bound=1.0):
         )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("chunks", [(None, None), (8, 16)], ids=["whole", "ragged_chunks"])
-def test_losses_and_gradients(loss, chunks, implementation):
+def _cases(quick: dict[str, tuple[str, ...]], names) -> list:
+    """(implementation, name) of all names; those not quick are slow: interpreting compiles long."""
+    return [
+        pytest.param(
+            implementation,
+            name,
+            marks=() if name in quick[implementation] else pytest.mark.slow,
+            id=f"{implementation}-{name}",
+        )
+        for implementation in quick
+        for name in names
+    ]
+
+
+QUICK_LOSSES = {"reference": tuple(LOSSES), "interpret": ("kl", "lk_hybrid")}
+
+
+@pytest.mark.parametrize("implementation, loss", _cases(QUICK_LOSSES, LOSSES))
+def test_losses_and_gradients(implementation, loss):
+    """In chunks that divide neither rows nor vocabulary."""
     arrays = _arrays()
     found, gradients = _run(
-        *arrays, loss=loss, cap=6.0, chunks=chunks, implementation=implementation
+        *arrays, loss=loss, cap=6.0, chunks=(8, 48), implementation=implementation
     )
     expected = vocab_oracle.evaluate(*arrays, loss=loss, cap=6.0)
     assert 0 < expected["agreement"].mean() < 1
@@ -96,33 +134,71 @@ def test_losses_and_gradients(loss, chunks, implementation):
     _compare(found, gradients, expected, arrays[5])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    "option",
-    [
-        dict(outside="drop"),
-        dict(outside="drop", loss="tv", chunks=(5, 7)),
-        dict(transposed=True, chunks=(64, 20)),
-        dict(trainable=False, chunks=(1, 61)),
-        dict(pruned=False, cap=30.0, chunks=(16, 50)),
-        dict(rows=1),
-    ],
-    ids=["drop", "drop_tv", "tied_layout", "frozen", "same_vocabulary", "one_row"],
-)
-def test_options(option, implementation):
-    option = dict(option)
+OPTIONS = {
+    "drop": dict(outside="drop"),
+    "drop_tv": dict(outside="drop", loss="tv", chunks=(5, 7)),
+    "tied_layout": dict(transposed=True, chunks=(64, 20)),
+    "frozen": dict(trainable=False, chunks=(1, 61)),
+    "same_vocabulary": dict(pruned=False, cap=30.0, chunks=(16, 50)),
+    "one_row": dict(rows=1),
+}
+QUICK_OPTIONS = {
+    "reference": ("drop", "tied_layout", "frozen", "same_vocabulary", "one_row"),
+    "interpret": ("tied_layout", "same_vocabulary"),
+}
+
+
+@pytest.mark.parametrize("implementation, name", _cases(QUICK_OPTIONS, OPTIONS))
+def test_options(implementation, name):
+    option = dict(OPTIONS[name])
     arrays = _arrays(7, pruned=option.pop("pruned", True), rows=option.pop("rows", R))
-    option.setdefault("loss", "kl")
     found, gradients = _run(*arrays, implementation=implementation, **option)
     told = {key: option[key] for key in ("loss", "cap", "outside") if key in option}
-    expected = vocab_oracle.evaluate(*arrays, **told)
+    expected = vocab_oracle.evaluate(*arrays, **{"loss": "kl", **told})
     _compare(found, gradients, expected, arrays[5], option.get("trainable", True))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 8.0]),
+    used=st.floats(0.0, 1.0),
+    shift=st.sampled_from([-60.0, 0.0, 60.0]),
+)
+def test_any_values(seed, scale, used, shift):
+    """The interpreted kernel on drawn logits: flat, peaked, far from zero, few or no rows used."""
+    arrays = list(_arrays(seed))
+    rng = np.random.default_rng(seed)
+    arrays[0] = arrays[0] * np.float32(scale)
+    # A constant on all draft logits: softmax does not see it, running maxima must not either.
+    arrays[0][:, 0] = 1.0
+    arrays[1][0] = shift
+    arrays[5] = np.where(rng.random(R) < used, arrays[5], 0.0).astype(np.float32)
+    found, gradients = _run(*arrays, loss="kl", cap=6.0, chunks=(8, 48), implementation="interpret")
+    expected = vocab_oracle.evaluate(*arrays, loss="kl", cap=6.0)
+    # Equal draft logits agree or not by rounding alone; float32 holds 60 to 4e-6.
+    expected["agreement"] = np.asarray(found.agreement) if scale < 1 else expected["agreement"]
+    _compare(found, gradients, expected, arrays[5], bound=20.0)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["reference", pytest.param("interpret", marks=pytest.mark.slow)]
+)
+def test_bfloat16(implementation):
+    arrays = [
+        x.astype(jnp.bfloat16) if np.issubdtype(x.dtype, np.floating) and x.ndim == 2 else x
+        for x in _arrays(8)
+    ]
+    found, gradients = _run(*arrays, loss="kl", chunks=(8, 48), implementation=implementation)
+    expected = vocab_oracle.evaluate(*arrays, loss="kl")
+    _compare(found, gradients, expected, arrays[5], bound=2500.0)
 
 
 def test_values_without_gradient_are_the_same():
     arrays = _arrays(3)
-    with_gradient, _ = _run(*arrays, loss="kl", chunks=(8, 16))
-    alone = jax.jit(functools.partial(vocab_loss, row_chunk=8, vocab_chunk=16))(*arrays)
+    with_gradient, _ = _run(*arrays, cap=6.0, chunks=(8, 48))
+    alone = functools.partial(vocab_loss, target_soft_cap=6.0, row_chunk=8, vocab_chunk=48)
+    alone = jax.jit(alone)(*arrays)
     for name in VALUES + CHOICES:
         np.testing.assert_allclose(
             getattr(alone, name), getattr(with_gradient, name), rtol=1e-6, err_msg=name
@@ -130,19 +206,24 @@ def test_values_without_gradient_are_the_same():
 
 
 def test_precomputed_argmax_and_selected_head():
-    h, w_draft, g, w_target, ids, weights = map(jnp.asarray, _arrays(4))
-    best = target_argmax(g, w_target, row_chunk=8, vocab_chunk=50)
-    np.testing.assert_array_equal(
-        best, (np.asarray(g, np.float64) @ np.asarray(w_target)).argmax(1)
-    )
-    whole = vocab_loss(h, w_draft, g, w_target, ids, weights)
-    selected = vocab_loss(
-        h, w_draft, g, w_target[:, ids], ids, weights,
-        target_argmax=best, target_head_selected=True,
-    )  # fmt: skip
+    arrays = _arrays(4)
+
+    @jax.jit
+    def both(h, w_draft, g, w_target, ids, weights):
+        best = target_argmax(g, w_target, row_chunk=8, vocab_chunk=50)
+        whole = vocab_loss(h, w_draft, g, w_target, ids, weights)
+        selected = vocab_loss(
+            h, w_draft, g, w_target[:, ids], ids, weights,
+            target_argmax=best, target_head_selected=True,
+        )  # fmt: skip
+        return best, whole, selected
+
+    best, whole, selected = both(*arrays)
+    expected = (arrays[2].astype(np.float64) @ arrays[3]).argmax(1)
+    np.testing.assert_array_equal(best, expected)
     for name in VALUES:
         np.testing.assert_allclose(getattr(whole, name), getattr(selected, name), rtol=1e-6)
-    used = weights != 0
+    used = arrays[5] != 0
     for name in CHOICES:
         np.testing.assert_array_equal(
             getattr(whole, name)[used], getattr(selected, name)[used], err_msg=name
@@ -153,8 +234,9 @@ def test_unused_rows_may_hold_anything():
     arrays = _arrays(5)
     h, g, weights = arrays[0].copy(), arrays[2].copy(), arrays[5]
     h[weights == 0], g[weights == 0] = np.nan, np.inf
-    clean, clean_gradients = _run(*arrays, loss="kl")
-    dirty, dirty_gradients = _run(h, arrays[1], g, *arrays[3:], loss="kl")
+    options = {"cap": 6.0, "chunks": (8, 48)}
+    clean, clean_gradients = _run(*arrays, **options)
+    dirty, dirty_gradients = _run(h, arrays[1], g, *arrays[3:], **options)
     for name in VALUES:
         np.testing.assert_array_equal(getattr(clean, name), getattr(dirty, name), err_msg=name)
     for a, b in zip(clean_gradients, dirty_gradients, strict=True):
@@ -163,7 +245,7 @@ def test_unused_rows_may_hold_anything():
 
 def test_no_row_counts():
     arrays = _arrays(6)[:5] + (np.zeros(R, np.float32),)
-    found, gradients = _run(*arrays, loss="kl")
+    found, gradients = _run(*arrays, cap=6.0, chunks=(8, 48))
     assert float(found.loss_sum) == 0 and float(found.weight_sum) == 0
     assert all(np.all(np.asarray(g) == 0) for g in gradients)
 
@@ -191,3 +273,55 @@ def test_no_array_of_rows_times_vocabulary():
 def test_errors(change, message):
     with pytest.raises(ValueError, match=message):
         vocab_loss(*map(jnp.asarray, _arrays()), **change)
+
+
+# --- compiled for GPUs --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table_tiles():
+    """The launch table's own tiles, not the small ones of this file."""
+    token = launch._overrides.set({})
+    yield
+    launch._overrides.reset(token)
+
+
+COMPILED = ("gpt-oss/full", "qwen3-coder/trained-head", "gemma-4-31b/pruned")
+
+
+@pytest.mark.usefixtures("table_tiles")
+class TestCompiles:
+    pytestmark = needs_cuda_plugin
+
+    @pytest.mark.parametrize("device", DEVICE_NAMES)
+    def test_in_a_program(self, device):
+        """Losses and gradients of the targets' heads in one program: it holds all kernels."""
+        chosen = [shape for shape in shapes.SHAPES if shape.name in COMPILED]
+
+        def program(*arguments):
+            return [
+                shapes.losses_and_gradients(s, a) for s, a in zip(chosen, arguments, strict=True)
+            ]
+
+        arguments = [shapes.abstract_arguments(shape) for shape in chosen]
+        compiled = ahead_of_time.compile_for(program, device, *arguments)
+        found = collections.Counter(ahead_of_time.kernel_calls(compiled.as_text()))
+        assert found == {
+            "vocab_loss_statistics": 3,
+            "vocab_loss_acceptance": 1,
+            "vocab_loss_derivative": 3,
+        }
+
+
+@pytest.mark.usefixtures("table_tiles")
+class TestFigures:
+    pytestmark = needs_kernel_figures
+
+    @pytest.mark.parametrize(
+        "device", ["a100", *(pytest.param(d, marks=pytest.mark.slow) for d in ("h200", "b200"))]
+    )
+    def test_no_spills(self, device):
+        for shape in shapes.SHAPES:
+            if shape.name in COMPILED:
+                run = functools.partial(shapes.losses_and_gradients, shape)
+                assert_no_spills(run, device, (shapes.abstract_arguments(shape),))
