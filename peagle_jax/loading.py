@@ -12,6 +12,13 @@ from peagle_jax.checkpoints.embedded import EMBEDDED_MODELS, resolve_model
 from peagle_jax.checkpoints.fields import PathLike
 from peagle_jax.checkpoints.hub import find_model
 from peagle_jax.checkpoints.load import load_target
+from peagle_jax.checkpoints.shipped_heads import (
+    find_shipped_head,
+    heads_folder,
+    is_packed_head,
+    load_shipped_head,
+    shipped_heads,
+)
 from peagle_jax.decoding.methods import MethodName
 from peagle_jax.engine import Engine
 from peagle_jax.models.drafter import Drafter
@@ -66,11 +73,13 @@ def load(
     folder = (
         None
         if isinstance(drafter, Drafter)
-        else _find_drafter(target, path, drafter, context_length)
+        else find_drafter(target, path, drafter, method=method, context_length=context_length)
     )
     tokenizer = load_tokenizer(path)
     model = load_target(path, dtype=dtype, mesh=mesh, keep_packed=keep_packed)
-    if folder is not None:
+    if folder is not None and is_packed_head(folder):
+        drafter = load_shipped_head(folder, model, mesh=mesh)
+    elif folder is not None:
         drafter = load_drafter(folder, target=model, dtype=model.dtype, mesh=mesh, **_mode(method))
     return Engine(
         model,
@@ -91,13 +100,27 @@ def find_target(name: PathLike) -> Path:
     return find_model(name)
 
 
-def _find_drafter(
-    target: PathLike, path: Path, drafter: PathLike | None, context_length: int | None
+def find_drafter(
+    target: PathLike,
+    path: Path,
+    drafter: PathLike | None,
+    *,
+    method: MethodName | None = None,
+    context_length: int | None = None,
 ) -> Path | None:
+    """The folder of a drafter for the target called `target`, whose files are at `path`.
+
+    "auto" is the head that comes with this package, or that the catalogue knows; None where
+    neither has one. Any other name is a shipped head's, a folder, or one on the hub.
+    """
     if drafter is None:
         return None
+    if str(drafter) in shipped_heads():
+        return heads_folder() / str(drafter)
     if str(drafter) != "auto":
         return find_model(drafter, beside=path)
+    if str(target) in EMBEDDED_MODELS:
+        return find_shipped_head(target, method)
     entries = catalogue.lookup(target) or catalogue.lookup(path)
     if not any(entry.head for entry in entries):
         return None

@@ -1,0 +1,1 @@
+"""Offline benchmarks: prompts, timed runs of several methods in turns, tables and pictures."""
