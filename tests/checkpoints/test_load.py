@@ -210,3 +210,15 @@ def test_progress_ends_at_all_bytes(tmp_path):
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(target)))
     assert steps[-1] == (total, total)
     assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+
+
+def test_i8_loaded_parameters_may_be_donated(tmp_path):
+    """The CPU backend takes the read buffers over; donating them must not touch other arrays."""
+    arrays = tiny.tensors(tiny.LLAMA)
+    folder = tiny.write_folder(tmp_path, tiny.LLAMA, arrays)
+    first, second = (nnx.state(load_target(folder, dtype=jnp.float32)) for _ in range(2))
+    add = jax.jit(lambda state: jax.tree.map(lambda x: x + jnp.float32(1), state), donate_argnums=0)
+    for before, after in zip(jax.tree.leaves(second), jax.tree.leaves(add(first)), strict=True):
+        np.testing.assert_array_equal(np.asarray(after), np.asarray(before) + np.float32(1))
+    with pytest.raises((RuntimeError, ValueError), match="deleted or donated"):
+        add(first)
