@@ -12,6 +12,7 @@ from train.losses import (
     Objective,
     Sums,
     add,
+    chunk_hidden,
     chunk_loss,
     depth_zero_loss,
     run_stream,
@@ -61,18 +62,9 @@ def segment_loss(
     if objective.num_depths == 1:
         return loss, (sums, correct)
     visible = rows._replace(document_ids=context.document_ids, positions=context.positions)
-    added, counted = chunk_loss(
-        objective,
-        params,
-        stream,
-        mask,
-        head,
-        visible,
-        labels,
-        correct,
-        chunks.anchors[:, segment],
-        chunks.depths[:, segment],
-    )
+    chunk = (chunks.anchors[:, segment], chunks.depths[:, segment])
+    hidden = chunk_hidden(objective, params, stream, mask, visible, *chunk)
+    added, counted = chunk_loss(objective, params, hidden, head, visible, labels, correct, *chunk)
     return loss + added, (add(sums, counted), correct)
 
 

@@ -21,7 +21,7 @@ from train.data.hidden_store import HiddenStore, open_store
 from train.data.pack import Sample
 from train.data.pipeline import Batches, PipelineConfig, SampleSource, batches
 from train.data.prepared import PreparedData, open_prepared
-from train.feed import check_batch, on_devices, target_states
+from train.feed import check_batch, on_devices, reading, target_states
 from train.loop import Run
 from train.objective import make_objective
 from train.optimizer import learning_rate, make_optimizer
@@ -90,8 +90,8 @@ def assemble(recipe: Recipe, target: Target | None = None) -> Assembled:
     """
     mesh = _mesh(recipe)
     dtype = _dtype(recipe.train.dtype)
-    processes = jax.process_count()
-    check_batch(recipe.train.global_batch, recipe.train.accumulation, processes, mesh)
+    part, parts = reading(mesh)
+    check_batch(recipe.train.global_batch, recipe.train.accumulation, parts, mesh)
     target = _target(recipe, mesh) if target is None else target
     source, validation = open_data(recipe)
     config, params = start(recipe, target, source)
@@ -100,13 +100,12 @@ def assemble(recipe: Recipe, target: Target | None = None) -> Assembled:
     if mesh is not None:
         frozen = place_parameters(frozen, mesh)
     head = target_head(target, kept_ids(config, frozen), residual=_residual(source))
-    config_of = _pipeline(recipe)
-    training = batches(source, config_of)
+    training = batches(source, pipeline_config(recipe, mesh))
     total = recipe.train.steps or training.num_batches
     optimizer = make_optimizer(recipe.optimizer, total)
     step, validate, describe_sums = _programs(recipe, config, dtype, mesh, optimizer)
     online = not isinstance(_inner(source), HiddenStore)
-    place = {"mesh": mesh, "process_index": jax.process_index(), "process_count": processes}
+    place = {"mesh": mesh, "process_index": part, "process_count": parts}
     run = Run(
         step=step,
         validate=None if validation is None else validate,
@@ -244,27 +243,33 @@ def _dtype(name: str | None) -> Any:
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
-def _pipeline(recipe: Recipe, **changes: Any) -> PipelineConfig:
+def pipeline_config(recipe: Recipe, mesh: Mesh | None = None, **changes: Any) -> PipelineConfig:
+    """How the recipe's rows become this process's part of batches."""
+    part, parts = reading(mesh)
     settings: dict[str, Any] = {
         "sequence_length": recipe.data.sequence_length,
         "global_batch": recipe.train.global_batch,
         "seed": recipe.train.seed,
         "pack": recipe.data.pack,
         "epochs": recipe.train.epochs,
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
+        "process_index": part,
+        "process_count": parts,
         "read_threads": recipe.data.read_threads,
     }
     return PipelineConfig(**(settings | changes))
 
 
 def _validation(recipe: Recipe, source: SampleSource, mesh: Mesh | None) -> Batches:
-    """Validation batches, of the smallest size that the mesh and the processes can share."""
-    size = math.lcm(batch_shards(mesh), jax.process_count())
-    return batches(
-        source,
-        _pipeline(recipe, global_batch=size, epochs=1, shuffle=False, drop_remainder=False),
+    """Validation batches, of the smallest size that the mesh can share."""
+    config = pipeline_config(
+        recipe,
+        mesh,
+        global_batch=batch_shards(mesh),
+        epochs=1,
+        shuffle=False,
+        drop_remainder=False,
     )
+    return batches(source, config)
 
 
 def _programs(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.layers import attention_scale
-from train.forward import Stream, depth_zero, run_layer
+from train.forward import Stream, depth_zero, embed_rows, run_layer
 from train.losses import LossSettings, Sums, add, losses_of, target_labels, zero_sums
 from train.parameters import Params, build_drafter
 from train.rows import TargetHead, TrainingRows
@@ -166,7 +166,7 @@ def _step(
     step: int,
 ) -> tuple[Array, Array, tuple[tuple[Array, Array], ...]]:
     """Step t: final hidden states, what is fed back, and its keys and values per layer."""
-    embedded = place_rows(drafter.embed(_shifted(rows.tokens, step, 0)), unroll.mesh)
+    embedded = place_rows(embed_rows(drafter, _shifted(rows.tokens, step, 0)), unroll.mesh)
     positions = rows.positions + jnp.int32(step)
     x, own = fed, []
     for index, layer in enumerate(drafter.layers):

@@ -44,8 +44,8 @@ def on_devices(
 ) -> dict[str, Array]:
     """This process's part [b, S, ..] of a batch as global arrays [A, B, S, ..].
 
-    Adds `numbers` [A, B]: the place of each sequence in the global batch, which is what draws are
-    keyed by.
+    Hidden states are spread over the sequence axis too. Adds `numbers` [A, B]: the place of each
+    sequence in the global batch, which is what draws are keyed by.
     """
     arrays = {name: part[name] for name in _FIELDS if name in part}
     rows = len(part["tokens"])
@@ -55,12 +55,39 @@ def on_devices(
         values = values.reshape(accumulation, rows // accumulation, *values.shape[1:])
         if mesh is None:
             return jnp.asarray(values)
-        spec = PartitionSpec(None, BATCH_AXES, *[None] * (values.ndim - 2))
+        sharding = NamedSharding(mesh, _spec(values.ndim))
+        if process_count == 1:
+            # Every process has the whole batch and puts its own devices' share there.
+            return jax.make_array_from_callback(values.shape, sharding, lambda at: values[at])
         whole = (accumulation, values.shape[1] * process_count, *values.shape[2:])
-        sharding = NamedSharding(mesh, spec)
         return jax.make_array_from_process_local_data(sharding, values, whole)
 
     return {name: place(values) for name, values in arrays.items()}
+
+
+def reading(mesh: Mesh | None) -> tuple[int, int]:
+    """Which part of how many parts of a batch this process reads.
+
+    Processes that share the shards of one sequence all read the whole batch.
+
+    Raises:
+        ValueError: the batch shards are neither one nor a multiple of the processes.
+    """
+    shards, processes = batch_shards(mesh), jax.process_count()
+    if shards == 1:
+        return 0, 1
+    if shards % processes:
+        raise ValueError(
+            f"data x fsdp is {shards}; it must be 1 or a multiple of the {processes} processes."
+        )
+    return jax.process_index(), processes
+
+
+def _spec(axes: int) -> PartitionSpec:
+    """Of [A, B, S, ..]: wide rows go over the sequence axis, narrow ones are needed whole."""
+    if axes < 4:
+        return PartitionSpec(None, BATCH_AXES, *[None] * (axes - 2))
+    return PartitionSpec(None, BATCH_AXES, "sequence", *[None] * (axes - 3))
 
 
 def target_states(target: Target, taps: tuple[int, ...], mesh: Mesh | None = None) -> StatesFn:
@@ -86,8 +113,7 @@ def target_states(target: Target, taps: tuple[int, ...], mesh: Mesh | None = Non
         # Padding rows hold whatever the target makes of them; nothing may depend on it.
         return jax.tree.map(lambda x: jnp.where(real[..., None], x, 0), states)
 
-    spec = PartitionSpec(None, BATCH_AXES, None, None)
-    laid_out = None if mesh is None else (NamedSharding(mesh, spec),) * 2
+    laid_out = None if mesh is None else (NamedSharding(mesh, _spec(4)),) * 2
     jitted = jax.jit(run, out_shardings=laid_out)
     return lambda tokens, documents, positions: jitted(params, tokens, documents, positions)
 

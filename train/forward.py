@@ -54,13 +54,26 @@ def mask_inputs(drafter: Drafter, mask_row: Float[Array, " H"] | None = None) ->
     """What mask rows are fed; `mask_row` stands for the mask token's row of the embedding."""
     config = drafter.config
     if mask_row is None:
-        embedded = drafter.embed(jnp.asarray(config.mask_token_id, jnp.int32))
+        token = jnp.full((1, 1), config.mask_token_id, jnp.int32)
+        embedded = embed_rows(drafter, token)[0, 0]
     else:
         embedded = mask_row.astype(drafter.dtype)
         if config.embedding_scale is not None:
             embedded = embedded * jnp.asarray(config.embedding_scale, embedded.dtype)
     fused = drafter.fused_mask().astype(jnp.float32)
     return MaskInputs(embedded=embedded.astype(jnp.float32), fused=fused)
+
+
+def embed_rows(drafter: Drafter, tokens: Int32[Array, "B n"]) -> Float[Array, "B n H"]:
+    """`Drafter.embed`, cast after the look-up: no copy of the table, no rounding of its gradient.
+
+    An id outside the vocabulary gives NaN.
+    """
+    table = drafter.embedding.get_value()
+    x = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    x = x.astype(drafter.dtype)
+    scale = drafter.config.embedding_scale
+    return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
 
 def depth_zero(
@@ -71,7 +84,7 @@ def depth_zero(
     implementation: Any = None,
 ) -> Stream:
     """Run the depth-0 rows; only each layer's input is kept for the backward pass."""
-    embedded = place_rows(drafter.embed(rows.tokens), mesh)
+    embedded = place_rows(embed_rows(drafter, rows.tokens), mesh)
     x = place_rows(drafter.fuse(rows.taps), mesh)
     keys, values = [], []
     for index, layer in enumerate(drafter.layers):

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.vocab_loss import target_argmax
 from peagle_jax.models.config import DrafterConfig
@@ -167,24 +167,18 @@ def _at_depth_zero(objective: Objective, mask: Array) -> Array:
     return jnp.zeros((objective.num_depths,), jnp.int32).at[0].set(number)
 
 
-def chunk_loss(
+def chunk_hidden(
     objective: Objective,
     params: Params,
     stream: Stream,
     mask: MaskInputs,
-    head: TargetHead,
     rows: TrainingRows,
-    labels: Array | None,
-    correct: Bool[Array, "B n"],
     anchors: Int32[Array, "B R"],
     depths: Int32[Array, "B R"],
-) -> tuple[Array, Sums]:
-    """Loss and counts of one chunk of rollouts.
-
-    correct: depth-0 rows that are supervised and correct, for the joint counts.
-    """
+) -> Float[Array, "B R H"]:
+    """Hidden states of one chunk of rollouts; `params` needs layers and norm alone."""
     drafter = build_drafter(objective.config, params, objective.dtype)
-    hidden = mask_rows(
+    return mask_rows(
         drafter,
         stream,
         mask,
@@ -194,6 +188,24 @@ def chunk_loss(
         mesh=objective.mesh,
         implementation=objective.implementation,
     )
+
+
+def chunk_loss(
+    objective: Objective,
+    params: Params,
+    hidden: Float[Array, "B R H"],
+    head: TargetHead,
+    rows: TrainingRows,
+    labels: Array | None,
+    correct: Bool[Array, "B n"],
+    anchors: Int32[Array, "B R"],
+    depths: Int32[Array, "B R"],
+) -> tuple[Array, Sums]:
+    """Loss and counts of one chunk of rollouts, from its hidden states.
+
+    params: the head (and d2t) alone are read. correct: depth-0 rows that are supervised and
+    correct, for the joint counts.
+    """
     labelled = anchors + depths
     valid = depths > 0
     owntarget_labels = None if labels is None else jnp.take_along_axis(labels, labelled, axis=1)

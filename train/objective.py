@@ -25,6 +25,7 @@ from train.losses import (
     Objective,
     Sums,
     add,
+    chunk_hidden,
     chunk_loss,
     depth_zero_loss,
     run_stream,
@@ -139,9 +140,8 @@ def loss_sum(
         def part(read: Params, stream: Stream, mask: MaskInputs) -> tuple[Array, Sums]:
             def run() -> tuple[Array, Sums]:
                 params = {**frozen, **read}
-                return chunk_loss(
-                    objective, params, stream, mask, head, rows, labels, correct, *chunk
-                )
+                hidden = chunk_hidden(objective, params, stream, mask, rows, *chunk)
+                return chunk_loss(objective, params, hidden, head, rows, labels, correct, *chunk)
 
             nothing = zero_sums(objective.num_depths)
             return jax.lax.cond(jnp.any(chunk[1] > 0), run, lambda: (nothing.loss, nothing))
@@ -168,7 +168,8 @@ def value_and_grad(
     if objective.partition == "algorithm-1":
         return segments_grad(objective, learned, frozen, head, rows, lengths)
     labels = target_labels(objective, frozen, head, rows)
-    (stream, mask), pull = jax.vjp(lambda p: run_stream(objective, p, frozen, rows), learned)
+    without_head = {name: value for name, value in learned.items() if name != "head"}
+    (stream, mask), pull = jax.vjp(lambda p: run_stream(objective, p, frozen, rows), without_head)
 
     def at_depth_zero(hidden: Array, trained_head: Params) -> tuple[Array, Any]:
         params = {**frozen, **learned, **trained_head}
@@ -180,37 +181,42 @@ def value_and_grad(
         at_depth_zero, argnums=(0, 1), has_aux=True
     )(stream.hidden, own_head)
 
-    read = _of_mask_rows(learned)
+    read = {n: v for n, v in _of_mask_rows(learned).items() if n != "head"}
     shared = (read, (stream.keys, stream.values), mask)
-    zeros = jax.tree.map(jnp.zeros_like, shared)
-    grads = ({**zeros[0], **d_head}, *zeros[1:])
+    grads = jax.tree.map(jnp.zeros_like, shared)
 
-    def live(chunk: tuple[Array, Array]) -> tuple[Sums, Any]:
-        def loss(read: Params, keys_values: Any, mask: MaskInputs) -> tuple[Array, Sums]:
+    def run_chunk(carry: tuple[Any, Any, Any], chunk: tuple[Array, Array]) -> tuple[Any, Any, Any]:
+        sums, d_head, grads = carry
+
+        def forward(read: Params, keys_values: Any, mask: MaskInputs) -> Array:
             prefix = stream._replace(keys=keys_values[0], values=keys_values[1])
-            return chunk_loss(
-                objective, {**frozen, **read}, prefix, mask, head, rows, labels, correct, *chunk
-            )
+            return chunk_hidden(objective, read, prefix, mask, rows, *chunk)
 
-        (_, own), added = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*shared)
-        return own, added
+        def loss(hidden: Array, trained_head: Params) -> tuple[Array, Sums]:
+            params = {**frozen, **learned, **trained_head}
+            return chunk_loss(objective, params, hidden, head, rows, labels, correct, *chunk)
 
-    def step(carry: tuple[Sums, Any], chunk: tuple[Array, Array]) -> tuple[Any, None]:
-        def run(carry: tuple[Sums, Any]) -> tuple[Sums, Any]:
-            own, added = live(chunk)
-            return add(carry[0], own), add(carry[1], added)
+        hidden, pull_chunk = jax.vjp(forward, *shared)
+        (_, own), (d_hidden, added_head) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+            hidden, own_head
+        )
+        # The head's gradient is added before the layers' come to be: they need not coexist.
+        d_head, d_hidden = jax.lax.optimization_barrier((add(d_head, added_head), d_hidden))
+        return add(sums, own), d_head, add(grads, pull_chunk(d_hidden))
 
+    def step(carry: tuple[Any, Any, Any], chunk: tuple[Array, Array]) -> tuple[Any, None]:
         used = jnp.any(chunk[1] > 0)
-        return jax.lax.cond(used, run, lambda carry: carry, carry), None
+        return jax.lax.cond(used, run_chunk, lambda carry, _: carry, carry, chunk), None
 
     if objective.num_depths > 1:
         chunks = _super_chunks(objective, lengths)
-        (sums, grads), _ = jax.lax.scan(step, (sums, grads), chunks)
+        (sums, d_head, grads), _ = jax.lax.scan(step, (sums, d_head, grads), chunks)
     d_read, (d_keys, d_values), d_mask = grads
     (d_learned,) = pull(
         (Stream(d_hidden, jnp.zeros_like(stream.residual), d_keys, d_values), d_mask)
     )
     d_learned |= {name: d_learned[name] + value for name, value in d_read.items()}
+    d_learned |= d_head
     return sums, d_learned
 
 

@@ -101,7 +101,14 @@ def peagle_gradients(objective: Objective, table: Array) -> Gradients:
 def make_step(
     gradients: Gradients, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Params, TargetHead, Mapping[str, Array]], tuple[TrainState, Any]]:
-    """The jitted step: (state, frozen, head, batch) -> (state, StepMetrics). Donates the state.
+    """`step_function`, jitted; donates the state."""
+    return jax.jit(step_function(gradients, optimizer), donate_argnums=0)
+
+
+def step_function(
+    gradients: Gradients, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Params, TargetHead, Mapping[str, Array]], tuple[TrainState, Any]]:
+    """The step, a pure function: (state, frozen, head, batch) -> (state, StepMetrics).
 
     A batch holds tokens, loss_mask, document_ids [A, B, S], taps and last_hidden [A, B, S, ..] and
     numbers [A, B], the place of each sequence in the global batch.
@@ -129,13 +136,15 @@ def make_step(
         # A batch without a counted element has gradients of zero, and must not divide by it.
         share = 1.0 / jnp.maximum(sums.count, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g * share, grads)
-        norm = optax.global_norm(grads)
-        updates, moments = optimizer.update(grads, state.moments, state.learned)
+        norm = optax.tree.norm(grads)
+        # optax mixes Python and array numbers; strict promotion is for our own code.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, moments = optimizer.update(grads, state.moments, state.learned)
         learned = optax.apply_updates(state.learned, updates)
         done = TrainState(state.step + jnp.int32(1), learned, moments, state.key)
         return done, StepMetrics(sums=sums, gradient_norm=norm)
 
-    return jax.jit(step, donate_argnums=0)
+    return step
 
 
 def make_validation(

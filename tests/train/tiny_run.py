@@ -80,7 +80,7 @@ def write_data(folder: Path, *, rows: int = 48, seed: int = 0, length: int = 20)
     return folder
 
 
-def recipe(data: Path, folder: Path, **sections: dict) -> Recipe:
+def recipe(data: Path, folder: Path, /, **sections: dict) -> Recipe:
     """A recipe for the tiny target; sections override its keys."""
     content: dict[str, dict] = {
         "target": {"path": "rule"},

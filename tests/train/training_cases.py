@@ -14,6 +14,8 @@ NUM_DEPTHS = 4
 # Rows of each document, per sequence; what is left of the 24 rows is padding.
 DOCUMENTS = ((9, 10), (21,))
 NUM_ROWS = 24
+# A seed under which drafter and target agree at several depths of a rollout.
+LABELS = 93
 COD = CodConfig(num_depths=NUM_DEPTHS, ratio=0.8)
 
 
@@ -41,8 +43,16 @@ def make_case(seed=0, trained=Trained(head=True), **changes):  # noqa: B008 (fro
         document_ids=jnp.asarray(ids),
         positions=jnp.asarray(positions),
     )
-    matrix = jnp.asarray(rng.standard_normal((12, 32)), jnp.float32)
+    # A few loud tokens on both sides, so that drafter and target agree now and then.
     kept = jnp.arange(20, dtype=jnp.int32) + frozen["d2t"]
+    part = learned if "head" in learned else frozen
+    part["head"] = part["head"].at[:, :2].multiply(8.0)
+    matrix = rng.standard_normal((12, 32)).astype(np.float32)
+    outside = np.setdiff1d(np.arange(32), np.asarray(kept))[:1]
+    matrix[:, np.concatenate([np.asarray(kept)[:2], outside])] *= 8.0
+    matrix = jnp.asarray(matrix)
+    last_hidden = np.random.default_rng(LABELS).standard_normal((batch, NUM_ROWS, 12))
+    rows = rows._replace(last_hidden=jnp.asarray(last_hidden, jnp.float32))
     head = TargetHead(matrix=matrix, of_draft=matrix[:, kept])
     table = jnp.asarray(count_table(COD, NUM_ROWS))
     numbers = jnp.arange(batch, dtype=jnp.int32)
