@@ -13,12 +13,12 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 Implementation = Literal["triton", "reference", "interpret"]
 IMPLEMENTATIONS: tuple[str, ...] = ("triton", "reference", "interpret")
@@ -155,7 +155,7 @@ def _refusing(reference: Callable, name: str) -> Callable:
 # --- meshes ---
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class KernelSharding:
     """How the operands of a kernel lie on a mesh.
 
@@ -163,12 +163,12 @@ class KernelSharding:
     per shard.
 
     Attributes:
-      mesh: the device mesh.
+      mesh: the device mesh, or its abstract one within `jax.set_mesh`.
       batch: mesh axis (or axes) of the request dimension; None where it is not sharded.
       heads: mesh axis of the key-value heads (query heads go with them); None where not sharded.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     batch: str | tuple[str, ...] | None = None
     heads: str | tuple[str, ...] | None = None
 
@@ -176,10 +176,13 @@ class KernelSharding:
 def sharded(
     function: Callable,
     sharding: KernelSharding | None,
-    in_specs: tuple[PartitionSpec, ...],
-    out_specs: PartitionSpec | tuple[PartitionSpec, ...],
+    in_specs: Any,
+    out_specs: Any,
 ) -> Callable:
-    """`function` once per shard of `sharding.mesh`; `function` itself where `sharding` is None."""
+    """`function` once per shard of `sharding.mesh`; `function` itself where `sharding` is None.
+
+    `in_specs` and `out_specs` are trees of PartitionSpec, as for `jax.shard_map`.
+    """
     if sharding is None:
         return function
     return jax.shard_map(
