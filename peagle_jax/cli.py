@@ -11,6 +11,8 @@ from peagle_jax.cli_flags import UsageError
 
 COMMANDS = {
     "generate": "answer a prompt, streaming, with or without a drafter",
+    "demo": "fetch a small chat model and show every way of drafting side by side",
+    "bench": "measure methods, draft lengths and concurrency on a data set of prompts",
     "models": "list the public targets and the heads known for them",
     "convert": "write a target or a drafter to plain safetensors, or a drafter for vLLM",
     "doctor": "say which versions, devices and kernels this machine has",

@@ -34,7 +34,7 @@ class Record:
     """What one request gave.
 
     Attributes:
-      token_ids: its output.
+      prompt, token_ids: its input and output.
       num_rounds: target passes after prefill; None where a peer does not tell.
       acceptance: what was drafted and accepted.
       first_token_s: seconds from the moment its row was filled until its first token was ready.
@@ -42,6 +42,7 @@ class Record:
     """
 
     name: str
+    prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
     num_rounds: int | None
     acceptance: AcceptanceStats
@@ -144,6 +145,7 @@ class Session:
         output = slice(len(request.prompt), int(committed[row]))
         return Record(
             name=request.name,
+            prompt=request.prompt,
             token_ids=tuple(tokens[row, output].tolist()),
             num_rounds=int(rounds[row]),
             acceptance=request_stats(

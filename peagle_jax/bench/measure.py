@@ -1,0 +1,95 @@
+"""Methods x K x concurrency in one process, taken in turns, so that a slow minute hits all alike.
+
+At concurrency 1 the turns change with every prompt, else with every pass over the prompt list; who
+goes first moves on from one to the next. What runs is a session (session.py, peers.py).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from peagle_jax.bench.session import Record, Request, Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One side of a comparison: a method and its K (None where it drafts nothing)."""
+
+    method: str
+    k: int | None
+
+    def __str__(self) -> str:
+        return self.method if self.k is None else f"{self.method} K={self.k}"
+
+
+@dataclasses.dataclass
+class Measurement:
+    """What an arm gave at one concurrency, so far."""
+
+    arm: Arm
+    concurrency: int
+    warm_up_s: float = 0.0
+    seconds: float = 0.0
+    records: list[Record] = dataclasses.field(default_factory=list)
+
+    def add(self, run: Run) -> None:
+        self.records += run.records
+        self.seconds += run.seconds
+
+
+class AnySession(Protocol):
+    """What a session offers here: compile untimed, then serve requests, timed."""
+
+    def warm_up(self, requests: Sequence[Request]) -> float: ...
+
+    def run(self, requests: Sequence[Request]) -> Run: ...
+
+
+MakeSession = Callable[[Arm, int], Any]
+"""Makes an arm's session at a concurrency; None where the arm cannot run at it."""
+
+
+def measure(
+    arms: Sequence[Arm],
+    make_session: MakeSession,
+    requests: Sequence[Request],
+    *,
+    concurrency: Sequence[int],
+    repeats: int = 1,
+) -> Iterator[list[Measurement]]:
+    """Run everything; after each turn of one arm, all measurements so far.
+
+    At every yield the finished arms of a turn hold the same prompts.
+    """
+    finished: list[Measurement] = []
+    for rows in concurrency:
+        current = {arm: Measurement(arm, rows) for arm in arms}
+        for _ in _turns(current, make_session, requests, rows, repeats):
+            yield finished + [one for one in current.values() if one.records]
+        finished += [one for one in current.values() if one.records]
+
+
+def _turns(
+    current: dict[Arm, Measurement],
+    make_session: MakeSession,
+    requests: Sequence[Request],
+    rows: int,
+    repeats: int,
+) -> Iterator[None]:
+    """At one concurrency: every block of prompts by every arm; yields after each."""
+    blocks = [[request] for request in requests] if rows == 1 else [list(requests)]
+    order, sessions = list(current), {}
+    for turn, block in enumerate(blocks * repeats):
+        first = turn % len(order)
+        for arm in order[first:] + order[:first]:
+            session = sessions.pop(arm, None)
+            if session is None:
+                session = make_session(arm, rows)
+                if session is None:
+                    continue
+                current[arm].warm_up_s += session.warm_up(requests)
+            current[arm].add(session.run(block))
+            # Many rows have large caches: one session at a time then; programs stay compiled.
+            if rows == 1:
+                sessions[arm] = session
+            yield

@@ -1,0 +1,128 @@
+"""From records to the rows of a report: rates, percentiles, acceptance, equality with plain."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from peagle_jax.bench.measure import Arm, Measurement
+from peagle_jax.bench.session import Record
+from peagle_jax.decoding.stats import merge_stats
+
+PERCENTILES = (50, 90, 95, 99)
+NEAR_TIE = 5e-4  # largest gap of plain decoding's two best logits that excuses another token
+MAX_EXCUSED_SHARE = 1 / 5000
+PLAIN = Arm("none", None)
+
+Gap = Callable[[Sequence[int]], float]
+"""The difference of the target's two largest logits after a sequence of ids."""
+
+
+def result_row(measurement: Measurement, dataset: str) -> dict[str, Any]:
+    """The figures of one arm at one concurrency; JSON values.
+
+    Throughput counts every output token over the wall time of the runs, prefill included. Time per
+    output token is that after the first, of requests with two tokens or more. Warm-up, which holds
+    the compilation, is in none of them.
+    """
+    records, seconds = measurement.records, measurement.seconds
+    tokens = sum(len(record.token_ids) for record in records)
+    rounds = [record.num_rounds for record in records]
+    later = tokens - len(records)
+    known = later > 0 and None not in rounds
+    return {
+        "method": measurement.arm.method,
+        "k": measurement.arm.k,
+        "concurrency": measurement.concurrency,
+        "dataset": dataset,
+        "num_requests": len(records),
+        "num_output_tokens": tokens,
+        "seconds": seconds,
+        "warm_up_s": measurement.warm_up_s,
+        "output_tokens_per_s": tokens / seconds if seconds > 0 else None,
+        "requests_per_s": len(records) / seconds if seconds > 0 else None,
+        **merge_stats(record.acceptance for record in records).as_dict(),
+        "passes_per_token": sum(rounds) / later if known else None,
+        "time_to_first_token_ms": _spread([1e3 * one.first_token_s for one in records]),
+        "time_per_output_token_ms": _spread(
+            [1e3 * per_token for one in records if (per_token := time_per_token(one)) is not None]
+        ),
+        "end_to_end_ms": _spread([1e3 * one.total_s for one in records]),
+    }
+
+
+def time_per_token(record: Record) -> float | None:
+    """Seconds per output token after the first; None where there is no second one."""
+    later = len(record.token_ids) - 1
+    return (record.total_s - record.first_token_s) / later if later > 0 else None
+
+
+def rows(measurements: Sequence[Measurement], dataset: str, gap: Gap | None) -> list[dict]:
+    """A row for each measurement, with its speed-up over plain and its equality with it.
+
+    gap: None where near-ties are not judged (sampling).
+    """
+    plain = {one.concurrency: one for one in measurements if one.arm == PLAIN}
+    table = []
+    for one in measurements:
+        row = result_row(one, dataset)
+        base = plain.get(one.concurrency)
+        row["speedup_over_plain"] = None
+        if base is not None:
+            rate = result_row(base, dataset)["output_tokens_per_s"]
+            row["speedup_over_plain"] = row["output_tokens_per_s"] / rate
+            row["against_plain"] = against_plain(one.records, base.records, gap)
+        table.append(row)
+    return table
+
+
+def against_plain(
+    records: Sequence[Record], plain: Sequence[Record], gap: Gap | None
+) -> dict[str, Any]:
+    """Where outputs leave those of plain decoding, and whether near-ties excuse it.
+
+    Each request counts once, at its first other token: what follows is another text.
+    """
+    expected: Mapping[str, Record] = {record.name: record for record in plain}
+    compared = [record for record in records if record.name in expected]
+    differences, tokens = [], 0
+    for record in compared:
+        truth = expected[record.name]
+        step = first_difference(record.token_ids, truth.token_ids)
+        tokens += len(truth.token_ids) if step is None else step + 1
+        if step is not None:
+            differences.append(
+                {
+                    "prompt": record.name,
+                    "step": step,
+                    "gap": None if gap is None else gap([*truth.prompt, *truth.token_ids[:step]]),
+                }
+            )
+    excused = [one for one in differences if one["gap"] is not None and one["gap"] < NEAR_TIE]
+    unexcused = len(differences) - len(excused)
+    return {
+        "num_requests": len(compared),
+        "num_tokens": tokens,
+        "num_excused": len(excused),
+        "num_unexcused": unexcused,
+        "lossless": unexcused == 0 and len(excused) <= max(1, tokens * MAX_EXCUSED_SHARE),
+        "differences": differences,
+    }
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """The first index at which two outputs differ, one of them ending included."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    points = np.percentile(values, PERCENTILES)
+    return {
+        "mean": float(np.mean(values)),
+        **{f"p{name}": float(value) for name, value in zip(PERCENTILES, points, strict=True)},
+    }
