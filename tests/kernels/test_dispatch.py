@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
-from pallas_kernels import ahead_of_time, dispatch, doctor, fill_hidden, launch
+from pallas_kernels import ahead_of_time, dispatch, doctor, fill_hidden, launch, memory
 from pallas_kernels.devices import DEVICES, find_device, get_device
 from tests.kernels.compile_for_gpu import needs_cuda_plugin
 
@@ -76,6 +77,24 @@ def test_vmap_of_the_kernel():
     )(batched, *ARGUMENTS[1:])
     np.testing.assert_array_equal(filled[0], EXPECTED)
     np.testing.assert_array_equal(filled[1], [[14, 15], [9, 9], [10, 11]])
+
+
+def test_the_interpreter_poisons_what_a_kernel_does_not_write():
+    """The oracle tests rely on it: a missing store shows as NaN or the least integer."""
+
+    def write_half(float_ref, integer_ref):
+        half = jnp.arange(2)
+        memory.store(float_ref.at[half], jnp.ones(2), label="floats")
+        memory.store(integer_ref.at[half], jnp.ones(2, jnp.int32), label="integers")
+
+    floats, integers = pl.pallas_call(
+        write_half,
+        out_shape=[jax.ShapeDtypeStruct((4,), dtype) for dtype in (jnp.float32, jnp.int32)],
+        interpret=True,
+        name="write_half",
+    )()
+    assert np.isnan(floats[2:]).all() and not np.isnan(floats[:2]).any()
+    assert integers.tolist() == [1, 1, *[np.iinfo(np.int32).min] * 2]
 
 
 class TestCompiled:
