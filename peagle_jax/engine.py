@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax.decoding.generate import GenerateFn, make_generate_fn, prompt_bucket
 from peagle_jax.decoding.methods import MethodName, default_method
 from peagle_jax.decoding.params import SamplingParams, check_request
 from peagle_jax.decoding.requests import Features
-from peagle_jax.decoding.state import DecodeState, FinishReason
+from peagle_jax.decoding.state import DecodeState, FinishReason, finish
 from peagle_jax.decoding.stats import request_stats
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.target import Target
@@ -68,9 +69,10 @@ class Engine:
         context_length: int | None = None,
         allow_longer_context: bool = False,
         force_method: bool = False,
+        mesh: jax.sharding.Mesh | None = None,
     ):
         """context_length: most tokens of prompt and answer together; None is the target's own.
-        method, num_speculative_tokens: defaults of the calls below.
+        method, num_speculative_tokens: defaults of the calls below. mesh: that of the parameters.
 
         Raises ValueError where the parts do not fit, or the context is beyond the target's.
         """
@@ -87,6 +89,7 @@ class Engine:
         self.context_length = context_length
         self._allow_longer_context = allow_longer_context
         self._force_method = force_method
+        self._mesh = mesh
         self._programs: dict[tuple, GenerateFn] = {}
         ids = {*target.config.eos_token_ids, *tokenizer.stop_ids}
         self.stop_ids = tuple(sorted(i for i in ids if i < target.config.vocab_size))
@@ -213,6 +216,7 @@ class Engine:
                 allow_longer_context=self._allow_longer_context,
                 eos_token_ids=self.stop_ids,
                 force=self._force_method,
+                mesh=self._mesh,
             )
         return self._programs[key]
 
@@ -339,7 +343,7 @@ class _Batch:
                 if row.stream.match is not None:
                     row.reason = FinishReason.STOP
         if stopped.any():
-            self.state = dataclasses.replace(state, finished=state.finished | stopped)
+            self.state = finish(state, jnp.asarray(stopped))
 
     def _hidden(self, index: int, token: int) -> bool:
         """Whether a token ends the output and is no text of it."""

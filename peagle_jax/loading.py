@@ -10,7 +10,7 @@ from peagle_jax.checkpoints import catalogue
 from peagle_jax.checkpoints.drafter_files import load_drafter
 from peagle_jax.checkpoints.embedded import EMBEDDED_MODELS, resolve_model
 from peagle_jax.checkpoints.fields import PathLike
-from peagle_jax.checkpoints.hub import find_model
+from peagle_jax.checkpoints.hub import ModelNotFoundError, find_model
 from peagle_jax.checkpoints.load import load_target
 from peagle_jax.checkpoints.shipped_heads import (
     find_shipped_head,
@@ -90,6 +90,7 @@ def load(
         context_length=context_length,
         allow_longer_context=allow_longer_context,
         force_method=force_method,
+        mesh=mesh,
     )
 
 
@@ -126,7 +127,13 @@ def find_drafter(
         return None
     long_context = context_length is not None and context_length >= LONG_CONTEXT
     entry = catalogue.find_head(entries[0].target, long_context=long_context)
-    return find_model(entry.head, beside=path)
+    try:
+        return find_model(entry.head, beside=path)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(
+            f"the head of {entry.target} in the catalogue is {error}. Or name a drafter, or decode "
+            "without one (--method none or prompt-lookup; drafter=None)"
+        ) from None
 
 
 def _mode(method: MethodName | None) -> dict[str, bool]:

@@ -1,8 +1,15 @@
 """What every test runs under: eight host devices, strict promotion, shape checks at run time."""
 
 import os
+import pathlib
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiling takes most of the time, and many tests compile the same tiny programs. The folder is
+# shared by parallel workers and by later runs; programs are found by their content.
+_programs = pathlib.Path(tempfile.gettempdir()) / f"peagle-jax-test-programs-{os.getuid()}"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_programs))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 if os.environ["JAX_PLATFORMS"] == "cpu" and "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -13,9 +20,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 # Held for the life of the process: the packages below are imported by the tests, after this file.
-_shape_checks = install_import_hook(
-    ["peagle_jax", "pallas_kernels", "train"], "beartype.beartype"
-)
+_shape_checks = install_import_hook(["peagle_jax", "pallas_kernels", "train"], "beartype.beartype")
 
 
 @pytest.fixture(autouse=True, scope="session")
