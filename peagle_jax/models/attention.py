@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import KernelSharding, short_query_attention
 from peagle_jax.models.cache import LayerCache, write_layer
+from peagle_jax.sharding import spec_of
 
 _QUERY_BLOCK = 512  # scores of longer passes are made block by block, never [T, S] at once
 
@@ -56,17 +58,28 @@ def attention(
             f"{slots} slots for window {window}; make the cache with max_new_rows >= {rows}"
         )
     cache = write_layer(cache, keys, values, positions)
-    out = attend(
-        query,
+    batch, _, kv_heads, group, size = query.shape
+    out = short_query_attention(
+        query.reshape(batch, rows, kv_heads * group, size),
         cache.keys.astype(query.dtype),
         cache.values.astype(query.dtype),
         positions,
-        cache.positions,
+        key_positions=cache.positions,
         scale=scale,
         window=window,
-        sinks=sinks,
+        sinks=None if sinks is None else sinks.reshape(kv_heads * group),
+        sharding=_kernel_sharding(batch, kv_heads),
     )
-    return out, cache
+    return out.reshape(query.shape), cache
+
+
+def _kernel_sharding(batch: int, kv_heads: int) -> KernelSharding | None:
+    """How requests and heads lie on the mesh in context, by the table; None without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None
+    of_batch, of_heads = spec_of(("batch", "kv_heads"), (batch, kv_heads), mesh)
+    return KernelSharding(mesh, batch=of_batch, heads=of_heads)
 
 
 def attend(
