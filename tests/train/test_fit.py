@@ -22,14 +22,14 @@ from train.loop import run_loop
 from train.losses import Sums
 from train.progress import Log, draw_curves, read_log
 
-STEPS = 120
+STEPS = 150
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Training and held-out rows."""
     base = tmp_path_factory.mktemp("fit")
-    tiny_run.write_data(base / "rows")
+    tiny_run.write_data(base / "rows", rows=384)
     tiny_run.write_data(base / "held-out", rows=8, seed=1)
     return base
 
@@ -115,7 +115,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit_E16(made, folder, tmp_path):
     resumed, log = go(made, folder, tmp_path / "b", 6, resume=True)
     same(resumed.state, straight.state)
     assert log == wanted and [r["step"] for r in log] == [1, 2, 3, 4, 5, 6]
-    # The learning rate goes on as well; warm-up is over 6 of 120 steps.
+    # The learning rate goes on as well; warm-up is over 8 of 150 steps.
     rates = [r["learning_rate"] for r in log]
     assert rates == sorted(rates) and rates[0] > 0
 

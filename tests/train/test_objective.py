@@ -133,7 +133,7 @@ def test_training_rows_are_what_one_drafting_pass_computes():
                 found = np.asarray(mask)[0, c, r]
                 np.testing.assert_allclose(served[index, anchor + depth], found, atol=2e-5)
                 compared += 1
-    assert compared >= 4
+    assert compared >= 3
 
 
 def _serve(drafter: Drafter, rows, starts):

@@ -88,7 +88,7 @@ def recipe(data: Path, folder: Path, /, **sections: dict) -> Recipe:
         "drafter": {"num_layers": 1, "taps": [2, 3, 4], "mask_token_id": MASK_TOKEN},
         "objective": {"num_depths": NUM_DEPTHS, "chunk_rows": 48},
         "optimizer": {"learning_rate": 1e-2, "warmup_ratio": 0.05, "schedule": "cosine"},
-        "train": {"steps": 6, "global_batch": 4, "dtype": "float32"},
+        "train": {"steps": 6, "global_batch": 8, "dtype": "float32"},
         "output": {
             "folder": str(folder),
             "save_every": 0,
