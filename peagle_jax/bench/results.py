@@ -1,5 +1,7 @@
 """From records to the rows of a report: rates, percentiles, acceptance, equality with plain."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +50,14 @@ def result_row(measurement: Measurement, dataset: str) -> dict[str, Any]:
             [1e3 * per_token for one in records if (per_token := time_per_token(one)) is not None]
         ),
         "end_to_end_ms": _spread([1e3 * one.total_s for one in records]),
+        "outputs_sha256": outputs_digest(records),
     }
+
+
+def outputs_digest(records: Sequence[Record]) -> str:
+    """sha256 of the outputs by prompt: two runs with one digest gave the same tokens."""
+    outputs = sorted({(record.name, record.token_ids) for record in records})
+    return hashlib.sha256(json.dumps(outputs).encode()).hexdigest()
 
 
 def time_per_token(record: Record) -> float | None:
