@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from peagle_jax.decoding.drafting import Method
-from peagle_jax.decoding.methods import MethodName, make_method
+from peagle_jax.decoding.methods import make_method
 from peagle_jax.decoding.params import SamplingParams
 from peagle_jax.decoding.requests import Features, Requests, make_requests
 from peagle_jax.decoding.rounds import Params, decode_round, prefill_chunk
@@ -279,7 +279,7 @@ def _on_mesh(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., A
 def make_generate_fn(
     target: Target,
     drafter: Drafter | None = None,
-    method: MethodName | Method | None = None,
+    method: str | Method | None = None,
     *,
     cache_length: int,
     num_speculative_tokens: int | None = None,

@@ -6,6 +6,7 @@ would have seen there, since row i only matters when these drafts are accepted.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,8 @@ from peagle_jax.decoding.requests import Features, Requests
 class History:
     """Which ids a request has seen. in_prompt: at all; in_output: how often."""
 
-    in_prompt: Bool[Array, "B V"]
-    in_output: Int[Array, "B V"]
+    in_prompt: Any  # Bool[Array, "B V"]
+    in_output: Any  # Int[Array, "B V"]
 
 
 def count_tokens(

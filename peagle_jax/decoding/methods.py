@@ -56,7 +56,7 @@ def default_method(drafter: Drafter | None) -> MethodName:
 
 
 def make_method(
-    name: MethodName | None,
+    name: str | None,
     target_config: TargetConfig,
     drafter: Drafter | None,
     *,

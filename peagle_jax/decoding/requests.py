@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Int
 
 from peagle_jax.decoding import keys
 from peagle_jax.decoding.params import RULES, Number, SamplingParams, check_request
@@ -78,22 +79,22 @@ class Requests:
       bias: added to the logits; None in programs without `Features.penalties`.
     """
 
-    prompt_length: Int[Array, "B"]
-    limit: Int[Array, "B"]
-    min_tokens: Int[Array, "B"]
-    stop_ids: Int[Array, "B M"]
-    num_drafts: Int[Array, "B"]
-    seeds: UInt32[Array, "B 2"]
-    temperature: Float[Array, "B"]
-    top_k: Int[Array, "B"]
-    top_p: Float[Array, "B"]
-    min_p: Float[Array, "B"]
-    rule: Int[Array, "B"]
-    draft_temperature: Float[Array, "B"]
-    repetition_penalty: Float[Array, "B"]
-    presence_penalty: Float[Array, "B"]
-    frequency_penalty: Float[Array, "B"]
-    bias: Float[Array, "B V"] | None = None
+    prompt_length: Any  # Int[Array, "B"]
+    limit: Any  # Int[Array, "B"]
+    min_tokens: Any  # Int[Array, "B"]
+    stop_ids: Any  # Int[Array, "B M"]
+    num_drafts: Any  # Int[Array, "B"]
+    seeds: Any  # UInt32[Array, "B 2"]
+    temperature: Any  # Float[Array, "B"]
+    top_k: Any  # Int[Array, "B"]
+    top_p: Any  # Float[Array, "B"]
+    min_p: Any  # Float[Array, "B"]
+    rule: Any  # Int[Array, "B"]
+    draft_temperature: Any  # Float[Array, "B"]
+    repetition_penalty: Any  # Float[Array, "B"]
+    presence_penalty: Any  # Float[Array, "B"]
+    frequency_penalty: Any  # Float[Array, "B"]
+    bias: Any = None  # Float[Array, "B V"] | None
 
 
 def make_requests(

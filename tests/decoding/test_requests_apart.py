@@ -1,0 +1,76 @@
+"""A request's output depends on itself alone: not on slot, neighbours, batch, K or drafter."""
+
+import numpy as np
+
+from tests.decoding import programs
+from tests.decoding.programs import sampling
+
+LONG, SHORT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [1, 2, 3]
+HOT = sampling(temperature=1.0, seed=42)
+
+
+def outputs(prompts, params, **fields):
+    return programs.run_plain(prompts, params, **fields)[0]
+
+
+def test_b8_swapping_slots_swaps_outputs():
+    params = [sampling(temperature=0.0, seed=1), sampling(temperature=1.0, top_k=3, seed=2)]
+    straight, _ = programs.compare([SHORT, LONG], params)
+    swapped, _ = programs.compare([LONG, SHORT], params[::-1])
+    assert swapped == straight[::-1]
+
+
+def test_b9_a_seed_gives_its_text_for_every_k_and_neighbour():
+    alone = outputs([SHORT], [HOT])
+    assert outputs([SHORT], [HOT]) == alone
+    neighbour = sampling(temperature=2.0, seed=7)
+    together, _ = programs.compare([LONG, SHORT], [neighbour, HOT])
+    assert together[1] == alone[0]
+    for count in (0, 2, 5):
+        one = sampling(temperature=1.0, seed=42, num_speculative_tokens=count)
+        assert programs.compare([SHORT], [one])[0] == alone
+    others = outputs([SHORT] * 5, [sampling(temperature=1.0, seed=seed) for seed in range(43, 48)])
+    assert len({tuple(output) for output in [*others, alone[0]]}) == 6
+
+
+def test_c13_unequal_prompts_alone_and_together():
+    params = [sampling(), sampling()]
+    together, state = programs.compare([SHORT, LONG], params)
+    assert together == [*outputs([SHORT], params[:1]), *outputs([LONG], params[1:])]
+    assert np.asarray(state.requests.prompt_length)[:2].tolist() == [3, 11]
+
+
+def test_b11_penalties_count_drafts_of_the_block():
+    """A bias makes the model love id 5, which is in the prompt of some rows."""
+    love = {5: 15.0}
+    params = [
+        sampling(logit_bias=love),
+        sampling(logit_bias=love, repetition_penalty=3.0),
+        sampling(logit_bias=love, presence_penalty=2.0),
+        sampling(logit_bias=love, frequency_penalty=2.0),
+        sampling(logit_bias=love, repetition_penalty=1.3, presence_penalty=2.0, temperature=1.0),
+    ]
+    found, _ = programs.compare([[5, 1], [5, 1], [5, 1], [2, 1], [5, 2]], params)
+    counts = [output.count(5) for output in found]
+    assert counts[0] > counts[3] > 0
+    assert counts[0] > counts[1]
+
+
+def test_admitted_rows_decode_as_if_alone():
+    """A finished row of a running batch is refilled; its neighbour does not notice."""
+    fn = programs.plain()
+    prompts, params = [SHORT, LONG], [sampling(max_tokens=3), HOT]
+    state = fn.init(prompts, params, batch_size=5)
+    state = fn.compiled.prefill(fn.params, state, chunk=programs.CHUNK)
+    state = fn.compiled.step(fn.params, state, np.int32(6))
+    assert bool(state.finished[0]) and not bool(state.finished[1])
+    late = sampling(repetition_penalty=1.3, temperature=0.7, seed=5)
+    state = fn.admit(state, [0, 3], [LONG[:5], SHORT], [late, HOT])
+    state = fn.compiled.prefill(fn.params, state, chunk=programs.CHUNK)
+    state = fn.compiled.step(fn.params, state, np.int32(100))
+    found = fn.outputs(state)
+    assert found == [
+        *outputs([LONG[:5]], [late]),
+        *outputs([LONG], [HOT]),
+        *outputs([SHORT], [HOT]),
+    ]
