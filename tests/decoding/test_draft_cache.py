@@ -22,10 +22,11 @@ from tests.decoding.programs import sampling
 
 K = 7
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [3, 1, 4]]
+GREEDY = Features()
 LAW = Features(sampled=True, draft_law=True)
 
 
-def after_rounds(behaviour: Behaviour, rounds: int, features=Features()):
+def after_rounds(behaviour: Behaviour, rounds: int, features=GREEDY):
     """A state with a P-EAGLE head's cache after rounds whose drafts are told."""
     params = [sampling(max_tokens=30), sampling(max_tokens=30)]
     _, plain_state = programs.run_plain(PROMPTS, params, features=Features())
@@ -83,7 +84,7 @@ def test_c6_committed_rows_hold_true_states(behaviour):
 
 
 def test_a9_rejected_rows_leave_nothing_that_is_read():
-    """After a round the length is prior + accepted + 1; junk in every stale slot changes nothing."""
+    """A round adds accepted + 1 tokens; junk in every stale slot changes nothing."""
     fn, values, state = after_rounds(Behaviour.FICKLE, 1)
     depth = np.asarray(state.draft_depth)
     accepted = (depth > 0).sum(1)[:2]
@@ -194,7 +195,7 @@ def test_serving_equals_training(rounds):
 
 @pytest.mark.parametrize(("name", "passes"), [("p-eagle", 1), ("eagle3", 2)])
 def test_network_passes_of_a_round(name, passes, monkeypatch):
-    """P-EAGLE is one pass for all K; EAGLE-3 one for the valid rows, and a loop body for the rest."""
+    """P-EAGLE: one pass for all K. EAGLE-3: one for the valid rows and a loop body for the rest."""
     calls = []
     right = Drafter.__call__
 

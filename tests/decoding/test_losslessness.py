@@ -1,0 +1,108 @@
+"""Speculative output equals plain output, token by token: families, methods, drafters, K, batch.
+
+CI meets every two values of the product over six static shapes, and draws at random over the same
+shapes; `slow` runs the full product with a program for each K and batch. See fuzz.py.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from peagle_jax.decoding.params import SamplingParams
+from tests.decoding import fuzz, tiny
+from tests.decoding.drafters import Behaviour
+from tests.decoding.fuzz import Draw, Request, Shape
+
+NUM_DRAFTS = (1, 2, 3, 5, 7, 11, 16)
+FACTORS = {
+    "family": tuple(tiny.TARGETS),
+    "method": fuzz.METHODS,
+    "behaviour": tuple(Behaviour),
+    "num_drafts": NUM_DRAFTS,
+    "batch": (1, 5),
+    "temperature": (0.0, 0.8),
+}
+
+
+def covering_rows(factors: dict) -> list[dict]:
+    """Few rows in which every two values of different factors meet."""
+    names = list(factors)
+    open_pairs = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in factors[a]
+        for y in factors[b]
+    }
+    generator, rows = np.random.default_rng(0), []
+
+    def pairs(row):
+        return set(itertools.combinations([(name, row[name]) for name in names], 2))
+
+    while open_pairs:
+        candidates = []
+        for _ in range(60):
+            row = {
+                name: values[generator.integers(len(values))] for name, values in factors.items()
+            }
+            (a, x), (b, y) = sorted(open_pairs, key=str)[0]
+            candidates.append(row | {a: x, b: y})
+        best = max(candidates, key=lambda row: len(pairs(row) & open_pairs))
+        rows.append(best)
+        open_pairs -= pairs(best)
+    return rows
+
+
+def draw_of(shape: Shape, row: dict, seed: int) -> Draw:
+    generator = np.random.default_rng(seed)
+    requests = [
+        Request(
+            generator.integers(0, tiny.VOCAB, generator.integers(1, fuzz.MAX_PROMPT)).tolist(),
+            SamplingParams(
+                max_tokens=30,
+                temperature=row["temperature"],
+                seed=index,
+                num_speculative_tokens=row["num_drafts"],
+            ),
+            row["method"],
+            row["behaviour"],
+        )
+        for index in range(row["batch"])
+    ]
+    return Draw(shape, 3, 4, requests)
+
+
+def test_every_two_values_meet():
+    by_family = {shape.family: shape for shape in fuzz.SHAPES[:5]}
+    rows = covering_rows(FACTORS)
+    outcomes = [
+        fuzz.check(draw_of(by_family[row["family"]], row, seed)) for seed, row in enumerate(rows)
+    ]
+    assert len(rows) < 60
+    assert sum(outcome.accepted for outcome in outcomes) > 100
+    assert not any(outcome.near_ties for outcome in outcomes)
+
+
+def test_200_random_draws():
+    total = fuzz.run_draws(200, derandomize=True)
+    assert total["draws"] >= 200
+    assert total["near_ties"] * 5000 <= total["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("num_drafts", NUM_DRAFTS)
+@pytest.mark.parametrize("family", tiny.TARGETS)
+def test_full_product(family, num_drafts, batch):
+    features = fuzz.SAMPLED
+    shape = Shape(family, num_drafts, batch, features)
+    for method, behaviour in itertools.product(fuzz.METHODS, Behaviour):
+        for temperature in (0.0, 0.8):
+            row = dict(
+                method=method,
+                behaviour=behaviour,
+                num_drafts=num_drafts,
+                batch=batch,
+                temperature=temperature,
+            )
+            assert fuzz.check(draw_of(shape, row, 1)).near_ties == 0
