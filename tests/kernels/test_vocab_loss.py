@@ -176,9 +176,10 @@ def test_any_values(seed, scale, used, shift):
     arrays[5] = np.where(rng.random(R) < used, arrays[5], 0.0).astype(np.float32)
     found, gradients = _run(*arrays, loss="kl", cap=6.0, chunks=(8, 48), implementation="interpret")
     expected = vocab_oracle.evaluate(*arrays, loss="kl", cap=6.0)
-    # Equal draft logits agree or not by rounding alone; float32 holds 60 to 4e-6.
+    # Equal draft logits agree or not by rounding alone.
     expected["agreement"] = np.asarray(found.agreement) if scale < 1 else expected["agreement"]
-    _compare(found, gradients, expected, arrays[5], bound=20.0)
+    # float32 holds 60 to 4e-6, and the shift's head row multiplies what is left by 60 again.
+    _compare(found, gradients, expected, arrays[5], bound=20.0 if shift == 0 else 1000.0)
 
 
 @pytest.mark.parametrize(
