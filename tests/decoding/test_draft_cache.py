@@ -19,6 +19,7 @@ from peagle_jax.models.drafter import Drafter
 from tests.decoding import programs, tiny
 from tests.decoding.drafters import Behaviour
 from tests.decoding.programs import sampling
+from train.alignment import shift_rows
 
 K = 7
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [3, 1, 4]]
@@ -26,12 +27,12 @@ GREEDY = Features()
 LAW = Features(sampled=True, draft_law=True)
 
 
-def after_rounds(behaviour: Behaviour, rounds: int, features=GREEDY):
+def after_rounds(behaviour: Behaviour, rounds: int, prompts=PROMPTS):
     """A state with a P-EAGLE head's cache after rounds whose drafts are told."""
-    params = [sampling(max_tokens=30), sampling(max_tokens=30)]
-    _, plain_state = programs.run_plain(PROMPTS, params, features=Features())
-    fn = programs.scripted(K, features, network=True)
-    values, state = programs.start(fn, PROMPTS, params, plain_state.tokens, behaviour)
+    params = [sampling(max_tokens=30)] * len(prompts)
+    _, plain_state = programs.run_plain(prompts, params, features=GREEDY)
+    fn = programs.scripted(K, GREEDY, network=True)
+    values, state = programs.start(fn, prompts, params, plain_state.tokens, behaviour)
     return fn, values, fn.compiled.step(values, state, np.int32(rounds))
 
 
@@ -81,6 +82,22 @@ def test_c6_committed_rows_hold_true_states(behaviour):
             np.testing.assert_allclose(
                 mine.values[row, :count], expected.values[0, :count], atol=1e-5
             )
+
+
+@pytest.mark.parametrize("behaviour", [Behaviour.AGREES, Behaviour.ERRS])
+def test_a4_short_prompts_pair_as_the_trainer_does(behaviour):
+    """Prompts of one and two tokens: the rows in the draft cache are the trainer's, one by one."""
+    prompts = [[7], [7, 8]]
+    _, _, state = after_rounds(behaviour, 2, prompts)
+    draft = state.draft[0]
+    for row in range(2):
+        tokens, count = state.tokens[row], int(draft.first_position[row])
+        mask, document = jnp.ones(LENGTH, bool), jnp.zeros(LENGTH, jnp.int32)
+        trained, _, _ = shift_rows(tokens, mask, document)
+        ids, _ = true_rows(tokens)
+        np.testing.assert_array_equal(ids[:count], trained[:count])
+        expected = fresh_cache(tokens, count).layers[0].keys[0, :count]
+        np.testing.assert_allclose(draft.cache.layers[0].keys[row, :count], expected, atol=1e-5)
 
 
 def test_a9_rejected_rows_leave_nothing_that_is_read():

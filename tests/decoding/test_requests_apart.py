@@ -1,8 +1,12 @@
 """A request's output depends on itself alone: not on slot, neighbours, batch, K or drafter."""
 
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from tests.decoding import programs
+from peagle_jax.decoding.rounds import Params
+from tests.decoding import programs, tiny
+from tests.decoding.drafters import MixedParams
 from tests.decoding.programs import sampling
 
 LONG, SHORT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [1, 2, 3]
@@ -31,6 +35,29 @@ def test_b9_a_seed_gives_its_text_for_every_k_and_neighbour():
         assert programs.compare([SHORT], [one])[0] == alone
     others = outputs([SHORT] * 5, [sampling(temperature=1.0, seed=seed) for seed in range(43, 48)])
     assert len({tuple(output) for output in [*others, alone[0]]}) == 6
+
+
+def test_b13_equal_rows_of_the_head_give_the_lower_id():
+    """Ids 4 and 9 have the same embedding and head row, so their logits tie exactly."""
+    target = tiny.make_target(tiny.TARGETS["llama"])
+    table = target.embedding.get_value()
+    target.embedding.set_value(table.at[9].set(table[4]))
+    values = nnx.state(target)
+    params = [sampling(logit_bias={4: 9.0, 9: 9.0})]
+    fn = programs.plain()
+
+    def run(fn, values, draft):
+        own = Params(values, draft)
+        state = fn.compiled.prefill(own, fn.init([SHORT], params, batch_size=5), chunk=8)
+        return fn.compiled.step(own, state, np.int32(100))
+
+    plain = run(fn, values, None)
+    output = fn.outputs(plain)[0]
+    assert 4 in output and 9 not in output
+    for drafted in (4, 9):
+        truth = jnp.full_like(plain.tokens, drafted)
+        mixed = MixedParams((), jnp.zeros(5, jnp.int32), jnp.full(5, 3, jnp.int32), truth)
+        assert fn.outputs(run(programs.scripted(8), values, mixed))[0] == output
 
 
 def test_c13_unequal_prompts_alone_and_together():

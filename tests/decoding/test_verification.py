@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from peagle_jax.decoding import verification as vf
+from peagle_jax.decoding.logits import process_logits
 from peagle_jax.decoding.params import SamplingParams
 from peagle_jax.decoding.requests import Features
 from peagle_jax.decoding.rounds import sanitise
@@ -166,6 +167,40 @@ def test_b3_one_draft_from_q(rule):
     assert rejected[1] == 0
     sigma = np.sqrt(p * (1 - p) / trials)
     assert np.all(np.abs(np.bincount(first, minlength=3) / trials - p) < 3 * sigma)
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+def test_b6_temperature_and_top_p_hold_in_verification(rule):
+    """p=[.5,.3,.2] at temperature 0.5 and top-p 0.7: 25/34, 9/34 and never token 2."""
+    trials = 100_000
+    fields = dict(temperature=0.5, top_p=0.7, rule=rule)
+    one = requests_of([[0]], [SamplingParams(**fields)], LAW, vocab=3)
+    requests = jax.tree.map(lambda x: jnp.repeat(x, trials, axis=0), one)
+    seeds = np.stack([np.zeros(trials), np.arange(trials)], axis=1).astype(np.uint32)
+    requests = type(requests)(**{**vars(requests), "seeds": jnp.asarray(seeds)})
+    drafts = np.random.default_rng(1).integers(0, 3, (trials, 1)).astype(np.int32)
+
+    @jax.jit
+    def run(requests, drafts):
+        raw = jnp.log(jnp.array([0.5, 0.3, 0.2], jnp.float32))
+        logits = process_logits(
+            jnp.broadcast_to(raw[None, None, :], (trials, 2, 3)),
+            requests,
+            LAW,
+            history=None,
+            drafts=drafts,
+            num_output=jnp.zeros(trials, jnp.int32),
+        )
+        flat = jnp.full((trials, 1, 3), 1 / 3, jnp.float32)
+        count = jnp.ones(trials, jnp.int32)
+        return vf.verify(
+            logits, Drafts(drafts, count, flat), requests, jnp.full(trials, 4, jnp.int32), LAW
+        )
+
+    verdict = run(requests, jnp.asarray(drafts))
+    found = np.bincount(np.asarray(verdict.tokens)[:, 0], minlength=3) / trials
+    np.testing.assert_allclose(found, [25 / 34, 9 / 34, 0], atol=0.005)
+    assert found[2] == 0
 
 
 @pytest.mark.parametrize("last", [0, 4])
