@@ -147,7 +147,9 @@ def _attend_rows(
         jnp.zeros(query.shape, jnp.float32),
     )
     count = -(-slots // block)
-    if static_bounds:
+    if count == 1:
+        carry = visit(jnp.int32(0), carry)
+    elif static_bounds:
         step = jax.checkpoint(lambda carry, index: (visit(index, carry), None))
         carry, _ = jax.lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
     else:
