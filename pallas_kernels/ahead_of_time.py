@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import pathlib
 import re
@@ -222,20 +223,35 @@ def _custom_calls(operation):
 
 
 def _figures_of(config, bytecode: bytes, name: str) -> KernelFigures:
-    from jax._src.lib import triton
     from jax._src.lib.mlir import ir
 
     def integer(key):
         return ir.IntegerAttr(config[key]).value
 
     major, minor = get_device(name).compute_capability
-    result = triton.compile(
-        "cuda",
-        bytecode,
-        f"{major}.{minor}",
+    registers, spilled, shared_memory = _compile_kernel(
+        bytecode, f"{major}.{minor}", integer("num_warps"), integer("num_stages")
+    )
+    return KernelFigures(
+        kernel=ir.StringAttr(config["name"]).value,
+        device=name,
+        registers=registers,
+        spill_bytes=spilled,
+        shared_memory_bytes=shared_memory,
         num_warps=integer("num_warps"),
-        num_ctas=1,
-        num_stages=integer("num_stages"),
+        grid=(integer("grid_x"), integer("grid_y"), integer("grid_z")),
+    )
+
+
+@functools.cache  # GPUs of one compute capability share their code
+def _compile_kernel(
+    bytecode: bytes, capability: str, num_warps: int, num_stages: int
+) -> tuple[int, int, int]:
+    """Triton's module -> registers per thread, spilled bytes per thread, shared bytes per block."""
+    from jax._src.lib import triton
+
+    result = triton.compile(
+        "cuda", bytecode, capability, num_warps=num_warps, num_ctas=1, num_stages=num_stages
     )
     arch = re.search(r"\.target (sm_\w+)", result.asm).group(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -248,12 +264,9 @@ def _figures_of(config, bytecode: bytes, name: str) -> KernelFigures:
             check=True,
         ).stderr
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    return KernelFigures(
-        kernel=ir.StringAttr(config["name"]).value,
-        device=name,
-        registers=int(re.search(r"Used (\d+) registers", report).group(1)),
-        spill_bytes=sum(int(count) for count in spills.groups()),
-        shared_memory_bytes=result.smem_bytes,
-        num_warps=integer("num_warps"),
-        grid=(integer("grid_x"), integer("grid_y"), integer("grid_z")),
+    registers = re.search(r"Used (\d+) registers", report)
+    return (
+        int(registers.group(1)),
+        sum(int(count) for count in spills.groups()),
+        result.smem_bytes,
     )
