@@ -94,7 +94,7 @@ TABLE: dict[str, dict[str, dict[str, Launch]]] = {
         "64B": {"any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 64})},
         "128B": {
             "any": Launch(num_warps=4, num_stages=2, blocks={"rows": 64, "keys": 64}),
-            "a100": Launch(num_warps=8, num_stages=2, blocks={"rows": 64, "keys": 64}),
+            "a100": Launch(num_warps=4, num_stages=2, blocks={"rows": 32, "keys": 64}),
         },
         "256B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 32, "keys": 64})},
         "512B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 32, "keys": 32})},
