@@ -12,7 +12,7 @@ from train import distributed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="TOML file; see docs/training.md for the keys")
+    parser.add_argument("recipe", help="TOML file; docs/training.md has an example")
     parser.add_argument(
         "--set",
         action="append",
