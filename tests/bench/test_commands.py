@@ -177,8 +177,8 @@ def test_the_demo_names_an_output_that_differs(capsys):
     assert "near-tie" in capsys.readouterr().out
 
 
-def test_the_demo_without_heads_says_so_and_shows_what_it_can(capsys, monkeypatch):
-    monkeypatch.setattr("peagle_jax.bench.models.find_target", lambda name: "unused")
+def test_the_demo_without_heads_says_so_and_shows_what_it_can(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("peagle_jax.bench.models.find_target", lambda name: tmp_path)
     monkeypatch.setattr("peagle_jax.bench.models.find_drafter", lambda *args, **kwargs: None)
     models = tiny_models(("none", "prompt-lookup"))
     monkeypatch.setattr("peagle_jax.bench.models.load_models", lambda *args, **kwargs: models)
