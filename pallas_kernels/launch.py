@@ -1,8 +1,12 @@
 """Launch parameters of every kernel: one table, by kernel, shape class and GPU.
 
-A row under "any" serves every GPU without a row of its own. Rows are found on a machine with a GPU
-by `python -m benchmarks.kernels --tune KERNEL`, which prints them in this form. A shape class is a
-short word that the kernel's own wrapper derives from the static shapes, so that no array is read.
+A row under "any" serves every GPU without a row of its own. A shape class is a short word that the
+kernel's own wrapper derives from the static shapes, so that no array is read.
+
+Where the rows come from: `python -m benchmarks.kernels_compiled` (registers, spills, shared memory;
+no GPU needed) rules out tiles that spill or do not fit, and `python -m benchmarks.kernels --tune
+KERNEL` times the others on the GPU at hand and prints the best. No row was timed so far: all are the
+largest tiles that do not spill.
 """
 
 from __future__ import annotations
