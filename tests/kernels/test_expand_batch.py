@@ -188,24 +188,24 @@ def check_example(found: dict, example: dict):
 # One compiled program per method and cache; hypothesis draws what flows through it.
 REQUESTS, TARGET_ROWS, PAGES, PAGE_SIZE = 3, 13, 5, 4
 CASES = {
-    "p_eagle paged": ("p_eagle", 4, True),
-    "p_eagle contiguous": ("p_eagle", 4, False),
-    "p_eagle one draft": ("p_eagle", 1, True),
-    "eagle3": ("eagle3", 4, True),
-    "pard": ("pard", 3, True),
+    "p_eagle paged": ("p_eagle", 4, True, TARGET_ROWS),
+    "p_eagle contiguous": ("p_eagle", 4, False, TARGET_ROWS),
+    "p_eagle one draft": ("p_eagle", 1, True, TARGET_ROWS),
+    "eagle3": ("eagle3", 4, True, TARGET_ROWS),
+    "pard": ("pard", 3, True, TARGET_ROWS),
 }
 
 
 @functools.cache
-def program(case: str, implementation: str):
-    method, drafts, paged = CASES[case]
+def program(case: tuple, implementation: str):
+    method, drafts, paged, target_rows = case
     cache = CacheLayout(
         page_size=PAGE_SIZE if paged else PAGES * PAGE_SIZE,
         num_slots=REQUESTS * PAGES * PAGE_SIZE,
         max_length=PAGES * PAGE_SIZE - 1,
     )
     # Rows of the bucket beyond the live ones: not a multiple of any block.
-    num_rows = TARGET_ROWS + REQUESTS * drafting_method(method, drafts).new_rows + 5
+    num_rows = target_rows + REQUESTS * drafting_method(method, drafts).new_rows + 5
 
     def expand(ids, positions, following, starts, ends, table):
         return expand_batch(
@@ -228,11 +228,11 @@ def program(case: str, implementation: str):
 
 
 @st.composite
-def batches(draw):
+def batches(draw, target_rows: int = TARGET_ROWS):
     """Ragged requests: empty, one row, long, all rejected, rows of no request at the end."""
     lengths = []
     for _ in range(REQUESTS):
-        room = TARGET_ROWS - sum(lengths)
+        room = target_rows - sum(lengths)
         lengths.append(draw(st.one_of(st.integers(0, min(room, 5)), st.integers(0, room))))
     valid = [draw(st.integers(min(length, 1), length)) if length else 0 for length in lengths]
     if draw(st.booleans()):
@@ -246,13 +246,29 @@ def batches(draw):
 @settings(max_examples=20, deadline=None)
 @given(batch=batches())
 def test_equals_the_oracle(case, batch):
+    check_batch(CASES[case], batch)
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_drawn_shapes_equal_the_oracle(data):
+    method = data.draw(st.sampled_from(["p_eagle", "eagle3", "draft_model", "pard"]))
+    # Long requests take several blocks.
+    target_rows = data.draw(st.one_of(st.integers(1, 40), st.integers(300, 700)))
+    case = (method, data.draw(st.integers(1, 31)), data.draw(st.booleans()), target_rows)
+    check_batch(case, data.draw(batches(target_rows)))
+
+
+def check_batch(case: tuple, batch: tuple):
+    method, drafts, paged, target_rows = case
     lengths, valid, first, seed = batch
     generator = np.random.default_rng(seed)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     ends = starts[:-1] + np.array(valid) - 1
-    ids = generator.integers(0, 50, TARGET_ROWS)
+    ids = generator.integers(0, 50, target_rows)
     # Rows of no request hold poison: nothing of them may come through.
-    positions = np.full(TARGET_ROWS, -12345)
+    positions = np.full(target_rows, -12345)
     ids[starts[-1] :] = -12345
     for request, start in enumerate(first):
         rows = slice(starts[request], starts[request + 1])
@@ -261,7 +277,6 @@ def test_equals_the_oracle(case, batch):
     table = generator.permutation(REQUESTS * PAGES).reshape(REQUESTS, PAGES)
     table[generator.random(table.shape) < 0.2] = -1
     table[generator.random(table.shape) < 0.1] = 1000
-    method, drafts, paged = CASES[case]
     layout = drafting_method(method, drafts)
     _, cache, num_rows = program(case, "reference")
 

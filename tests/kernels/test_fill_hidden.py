@@ -46,6 +46,20 @@ def program(implementation: str):
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**16), masks=st.sampled_from([0.0, 0.5, 1.0]))
 def test_equals_the_oracle(size, seed, masks):
+    check(size, seed, masks)
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 40), st.integers(1, 60), st.integers(1, 700)),
+    seed=st.integers(0, 2**16),
+)
+def test_drawn_shapes_equal_the_oracle(size, seed):
+    check(size, seed, 0.4)
+
+
+def check(size, seed, masks):
     rows, draft_rows, width = size
     generator = np.random.default_rng(seed)
     hidden = generator.normal(size=(rows, width)).astype(np.float32)

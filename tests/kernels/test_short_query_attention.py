@@ -203,6 +203,39 @@ def test_equals_the_oracle(name, seed, longest):
         assert error <= tolerance(case, expected), f"{implementation}: {error:.2e}"
 
 
+@st.composite
+def drawn_cases(draw):
+    kv_heads, cache = (
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from(["contiguous", "paged", "ring"])),
+    )
+    slots = draw(st.integers(1, 60)) * 5
+    window = draw(st.one_of(st.none(), st.integers(1, slots)))
+    return Case(
+        requests=draw(st.integers(1, 3)),
+        rows=draw(st.integers(1, min(slots, 20))),
+        heads=kv_heads * draw(st.integers(1, 5)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([8, 16, 64, 80, 96, 128, 256])),
+        slots=slots,
+        window=window,
+        sinks=draw(st.booleans()),
+        soft_cap=draw(st.sampled_from([None, 2.0, 50.0])),
+        cache=cache,
+        splits=draw(st.integers(1, 4)),
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(case=drawn_cases(), seed=st.integers(0, 2**16))
+def test_drawn_shapes_equal_the_oracle(case, seed):
+    arguments, expected = make_arguments(case, seed, 10**6)
+    for implementation in ("reference", "interpret"):
+        found = np.asarray(program(case, implementation)(*arguments), np.float64)
+        assert np.abs(found - expected).max() <= tolerance(case, expected), implementation
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_kernel_equals_the_oracle(name):
