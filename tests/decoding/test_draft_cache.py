@@ -1,7 +1,6 @@
 """What the drafter sees while serving: true states for every committed token, training's layout."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +38,16 @@ def after_rounds(behaviour: Behaviour, rounds: int, prompts=PROMPTS):
 LENGTH = programs.CACHE_LENGTH
 
 
-@functools.cache
-def drafter() -> Drafter:
-    return tiny.make_drafter()
+HEAD = tiny.make_drafter()
+TARGET = programs.target()
 
 
 @jax.jit
 def true_rows(tokens):
     """Next tokens and fused true states of a text of LENGTH tokens, from one full target pass."""
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None, :]
-    output = programs.target()(tokens[None, :], positions, taps=drafter().config.taps)
-    return jnp.roll(tokens, -1), drafter().fuse(output.taps)[0]
+    output = TARGET(tokens[None, :], positions, taps=HEAD.config.taps)
+    return jnp.roll(tokens, -1), HEAD.fuse(output.taps)[0]
 
 
 @jax.jit
@@ -57,7 +55,7 @@ def fresh_cache(tokens, count):
     """The draft cache after one pass over rows 0..count-1 of a text."""
     ids, fused = true_rows(tokens)
     empty = init_cache(
-        drafter().config.layers,
+        HEAD.config.layers,
         batch_size=1,
         num_slots=LENGTH,
         max_new_rows=LENGTH,
@@ -65,7 +63,7 @@ def fresh_cache(tokens, count):
     )
     positions = jnp.arange(LENGTH, dtype=jnp.int32)
     positions = jnp.where(positions < count, positions, -1)
-    return drafter()(ids[None, :], fused[None], positions[None, :], empty).cache
+    return HEAD(ids[None, :], fused[None], positions[None, :], empty).cache
 
 
 @pytest.mark.parametrize("behaviour", [Behaviour.AGREES, Behaviour.FICKLE, Behaviour.ERRS])
@@ -150,7 +148,7 @@ def test_c3_a_write_at_the_end_moves_nothing():
 def dense_training_logits(tokens):
     """Draft logits [n, K, Vd] by the training definition: every element of every rollout at once,
     with the mask of (anchor, depth) pairs written out."""
-    head, n, num_depths = drafter(), LENGTH, K
+    head, n, num_depths = HEAD, LENGTH, K
     ids, fused = true_rows(tokens)
     anchor = np.concatenate([np.arange(n - d if d else n) for d in range(num_depths)])
     depth = np.concatenate([np.full(n - d if d else n, d) for d in range(num_depths)])
@@ -185,7 +183,7 @@ def test_serving_equals_training(rounds):
     """Logits of the one-pass draft at (anchor, depth) are those of a dense-mask training pass."""
     _, _, state = after_rounds(Behaviour.FICKLE, rounds)
     method, params = make_method(
-        "p-eagle", programs.target().config, drafter(), num_speculative_tokens=K
+        "p-eagle", programs.target().config, HEAD, num_speculative_tokens=K
     )
     requests = dataclasses.replace(
         state.requests, draft_temperature=jnp.ones(5), temperature=jnp.ones(5)
@@ -205,7 +203,7 @@ def test_serving_equals_training(rounds):
         anchor = int(state.committed[row]) - 2
         logits = dense_training_logits(state.tokens[row])[anchor]
         expected = jax.nn.log_softmax(logits, axis=-1)
-        kept = np.asarray(drafter().kept_ids())
+        kept = np.asarray(HEAD.kept_ids())
         mine = np.log(np.asarray(drafts.law)[row][:, kept])
         np.testing.assert_allclose(mine, expected, atol=1e-5)
 
@@ -246,5 +244,5 @@ def test_network_passes_of_a_round(name, passes, monkeypatch):
 
 
 def test_the_mask_state_is_computed_once_per_load():
-    _, params = make_method("p-eagle", programs.target().config, drafter())
-    np.testing.assert_array_equal(params.mask, drafter().fused_mask())
+    _, params = make_method("p-eagle", programs.target().config, HEAD)
+    np.testing.assert_array_equal(params.mask, HEAD.fused_mask())

@@ -43,7 +43,7 @@ def test_b13_equal_rows_of_the_head_give_the_lower_id():
     table = target.embedding.get_value()
     target.embedding.set_value(table.at[9].set(table[4]))
     values = nnx.state(target)
-    params = [sampling(logit_bias={4: 9.0, 9: 9.0})]
+    params = [sampling(logit_bias={4: 30.0, 9: 30.0})]
     fn = programs.plain()
 
     def run(fn, values, draft):
