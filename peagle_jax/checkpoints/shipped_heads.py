@@ -69,6 +69,11 @@ def is_packed_head(folder: PathLike) -> bool:
     return (Path(folder) / WEIGHTS).is_file()
 
 
+def packed_target(folder: PathLike) -> str:
+    """The name of the target that a packed head was trained for."""
+    return read_json(Path(folder) / CONFIG).child(KEY).text("target")
+
+
 def pack_head(
     drafter: Drafter,
     target: Target,

@@ -32,16 +32,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from peagle_jax.checkpoints.hf_config import read_target_config
+    from peagle_jax.checkpoints.shipped_heads import heads_folder, is_packed_head, shipped_heads
     from peagle_jax.loading import find_target
 
-    source = find_target(arguments.source)
+    shipped = arguments.source in shipped_heads()
+    source = heads_folder() / arguments.source if shipped else find_target(arguments.source)
     drafter = arguments.kind == "drafter" or (arguments.kind == "auto" and is_drafter(source))
     wrong = ("dtype", "fused_experts") if drafter else ("layout", "target", "verifier")
     for name in wrong:
         if getattr(arguments, name):
             kind = "drafter" if drafter else "target"
             raise UsageError(f"--{name.replace('_', '-')} has no meaning for a {kind} ({source})")
-    if drafter:
+    if drafter and is_packed_head(source):
+        written = _unpack(source, arguments)
+    elif drafter:
         from peagle_jax.checkpoints.drafter_export import convert_drafter
 
         config = None
@@ -66,6 +70,23 @@ def run(arguments: argparse.Namespace) -> int:
     size = sum(file.stat().st_size for file in Path(written).iterdir())
     print(f"{written}: {'drafter' if drafter else 'target'}, {size / 1e6:.1f} MB")
     return 0
+
+
+def _unpack(source: Path, arguments: argparse.Namespace) -> Path:
+    """A head as it comes with the package, made whole with its target's embedding and head."""
+    from peagle_jax.checkpoints.drafter_export import save_drafter
+    from peagle_jax.checkpoints.load import load_target
+    from peagle_jax.checkpoints.shipped_heads import load_shipped_head, packed_target
+    from peagle_jax.loading import find_target
+
+    name = arguments.target or packed_target(source)
+    target = load_target(find_target(name), dtype="float32")
+    return save_drafter(
+        load_shipped_head(source, target),
+        arguments.destination,
+        arguments.layout or "raw",
+        verifier=arguments.verifier or name,
+    )
 
 
 def is_drafter(source: Path) -> bool:

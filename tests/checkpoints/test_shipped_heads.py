@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from peagle_jax import cli
 from peagle_jax.checkpoints import shipped_heads
 from peagle_jax.checkpoints.drafter_export import save_drafter
 from peagle_jax.checkpoints.drafter_files import load_drafter
@@ -135,6 +136,20 @@ def test_an_export_of_a_packed_head_is_whole(tmp_path, layout):
     again = load_drafter(tmp_path / layout, target_config=target.config)
     for name, value in flat(loaded).items():
         np.testing.assert_array_equal(flat(again)[name], value, err_msg=name)
+
+
+def test_the_command_line_makes_a_packed_head_whole(packed, tmp_path, monkeypatch, capsys):
+    target, folder = packed
+    monkeypatch.setattr("peagle_jax.loading.find_target", lambda name: folder)
+    monkeypatch.setattr("peagle_jax.checkpoints.load.load_target", lambda *args, **kwargs: target)
+    flags = ["convert", str(folder), str(tmp_path / "whole"), "--layout", "speculators"]
+    assert cli.main(flags) == 0
+    assert "drafter" in capsys.readouterr().out
+    content = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert content["speculators_config"]["verifier"]["name_or_path"] == "smollm2-135m"
+    again = flat(load_drafter(tmp_path / "whole", target_config=target.config))
+    for name, value in flat(load_shipped_head(folder, target)).items():
+        np.testing.assert_array_equal(again[name], value, err_msg=name)
 
 
 def test_a_target_in_bfloat16_takes_the_same_head(tmp_path):
