@@ -5,8 +5,8 @@ kernel's own wrapper derives from the static shapes, so that no array is read.
 
 Where the rows come from: `python -m benchmarks.kernels_compiled` (registers, spills, shared memory;
 no GPU needed) rules out tiles that spill or do not fit, and `python -m benchmarks.kernels --tune
-KERNEL` times the others on the GPU at hand and prints the best. No row was timed so far: all are the
-largest tiles that do not spill.
+KERNEL` times the others on the GPU at hand and prints the best. No row was timed so far; all were
+chosen by the compiled figures.
 """
 
 from __future__ import annotations
