@@ -75,6 +75,7 @@ TABLE: dict[str, dict[str, dict[str, Launch]]] = {
         "128B": {
             "any": Launch(num_warps=4, num_stages=3, blocks={"rows": 128, "keys": 64}),
             "a100": Launch(num_warps=8, num_stages=3, blocks={"rows": 128, "keys": 64}),
+            "b200": Launch(num_warps=8, num_stages=3, blocks={"rows": 128, "keys": 64}),
         },
         "256B": {"any": Launch(num_warps=8, num_stages=3, blocks={"rows": 128, "keys": 64})},
         "512B": {"any": Launch(num_warps=8, num_stages=2, blocks={"rows": 64, "keys": 64})},

@@ -19,6 +19,7 @@ from pallas_kernels.rollout_attention import rollout_attention
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.compile_for_gpu import (
     DEVICE_NAMES,
+    FIGURE_DEVICES,
     assert_no_spills,
     needs_cuda_plugin,
     needs_kernel_figures,
@@ -370,7 +371,8 @@ def test_visited_blocks(packed_workload):
 
 # --- compiled for GPUs --------------------------------------------------------------------------
 
-COMPILED = ("gpt-oss/rollouts", "qwen3-coder/rollouts-chunk", "gemma-4-31b/rollouts-chunk")
+ALL = ("gpt-oss/rollouts", "qwen3-coder/rollouts-chunk", "gemma-4-31b/rollouts-chunk")
+ONE = ("gpt-oss/rollouts",)
 
 
 @pytest.fixture
@@ -385,10 +387,21 @@ def table_tiles():
 class TestCompiles:
     pytestmark = needs_cuda_plugin
 
-    @pytest.mark.parametrize("device", DEVICE_NAMES)
-    def test_in_a_program(self, device):
+    @pytest.mark.parametrize(
+        "device, names",
+        [
+            pytest.param("h200", ALL, id="h200-all"),
+            *(pytest.param(d, ONE, id=f"{d}-one") for d in DEVICE_NAMES if d != "h200"),
+            *(
+                pytest.param(d, ALL, id=f"{d}-all", marks=pytest.mark.slow)
+                for d in DEVICE_NAMES
+                if d != "h200"
+            ),
+        ],
+    )
+    def test_in_a_program(self, device, names):
         """Gradients of every head width in one program: it holds the four kernels of each."""
-        chosen = [shape for shape in shapes.SHAPES if shape.name in COMPILED]
+        chosen = [shape for shape in shapes.SHAPES if shape.name in names]
 
         def program(*arguments):
             return [shapes.gradients(s, a) for s, a in zip(chosen, arguments, strict=True)]
@@ -405,10 +418,11 @@ class TestFigures:
     pytestmark = needs_kernel_figures
 
     @pytest.mark.parametrize(
-        "device", ["a100", *(pytest.param(d, marks=pytest.mark.slow) for d in ("h200", "b200"))]
+        "device",
+        [pytest.param(d, marks=() if d == "a100" else pytest.mark.slow) for d in FIGURE_DEVICES],
     )
     def test_no_spills(self, device):
         for shape in shapes.SHAPES:
-            if shape.name in COMPILED:
+            if shape.name in ALL:
                 run = functools.partial(shapes.gradients, shape)
                 assert_no_spills(run, device, (shapes.abstract_arguments(shape),))

@@ -33,7 +33,7 @@ def evaluate(h, w_draft, g, w_target, ids, weights, *, loss, cap=None, outside="
     label = full[:, ids].argmax(1)
     onehot = np.eye(len(ids))[label]
 
-    # d loss / d q, then through the softmax; cross terms written out where q - p is the closed form.
+    # d loss / d q goes through the softmax; q - p is written where it is the closed form.
     def through_softmax(d_q):
         return q * (d_q - (q * d_q).sum(1, keepdims=True))
 
