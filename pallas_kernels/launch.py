@@ -123,7 +123,10 @@ TABLE: dict[str, dict[str, dict[str, Launch]]] = {
         "bfloat16": {
             "any": Launch(
                 num_warps=8, num_stages=3, blocks={"rows": 128, "columns": 128, "depth": 64}
-            )
+            ),
+            "b200": Launch(
+                num_warps=8, num_stages=3, blocks={"rows": 128, "columns": 64, "depth": 64}
+            ),
         },
         "float32": {
             "any": Launch(
