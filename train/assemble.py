@@ -21,7 +21,7 @@ from train.data.hidden_store import HiddenStore, open_store
 from train.data.pack import Sample
 from train.data.pipeline import Batches, PipelineConfig, SampleSource, batches
 from train.data.prepared import PreparedData, open_prepared
-from train.feed import check_batch, on_devices, reading, target_states
+from train.feed import check_batch, on_devices, on_mesh, reading, target_states
 from train.loop import Run
 from train.objective import make_objective
 from train.optimizer import learning_rate, make_optimizer
@@ -100,6 +100,7 @@ def assemble(recipe: Recipe, target: Target | None = None) -> Assembled:
     if mesh is not None:
         frozen = place_parameters(frozen, mesh)
     head = target_head(target, kept_ids(config, frozen), residual=_residual(source))
+    head = on_mesh(head, mesh)
     training = batches(source, pipeline_config(recipe, mesh))
     total = recipe.train.steps or training.num_batches
     optimizer = make_optimizer(recipe.optimizer, total)

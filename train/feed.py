@@ -83,6 +83,19 @@ def reading(mesh: Mesh | None) -> tuple[int, int]:
     return jax.process_index(), processes
 
 
+def on_mesh(tree: Any, mesh: Mesh | None) -> Any:
+    """Arrays that are not on the mesh yet, copied to all its devices; the others as they are."""
+    if mesh is None:
+        return tree
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def place(x: Array) -> Array:
+        there = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
+        return x if there else jax.device_put(x, everywhere)
+
+    return jax.tree.map(place, tree)
+
+
 def _spec(axes: int) -> PartitionSpec:
     """Of [A, B, S, ..]: wide rows go over the sequence axis, narrow ones are needed whole."""
     if axes < 4:
@@ -97,6 +110,7 @@ def target_states(target: Target, taps: tuple[int, ...], mesh: Mesh | None = Non
     drafter's `mesh`.
     """
     graph, params = nnx.split(target)
+    params = on_mesh(params, mesh)
 
     def run(
         params: Any, tokens: Array, document_ids: Array, positions: Array

@@ -1,7 +1,7 @@
 """The P-EAGLE objective: loss and gradients of depth-0 rows and rollouts, in two partitions.
 
 Structured (the default): the depth-0 stream runs once; the rollouts run in chunks, each forward and
-backward in one step of a scan that sums the gradients of parameters and of the stream's keys and
+backward in one step of a loop that sums the gradients of parameters and of the stream's keys and
 values; then the stream goes backward once. No row is recomputed for the partition's sake, and
 chunks that the draw left empty are skipped. Algorithm 1 of the paper is the second mode: segment by
 segment, each with its whole depth-0 prefix recomputed. Both equal the unpartitioned loss.
@@ -38,6 +38,8 @@ from train.rows import Chunks, TargetHead, TrainingRows, chunk_rollouts, segment
 from train.sampling import CodConfig, max_mask_rows
 from train.spread import sequence_shards
 
+# Most slots of a rollout chunk where nothing else is asked for.
+CHUNK_ROWS = 2048
 # Parameters that mask rows read; the rest reaches them through MaskInputs and the stream.
 _READ_BY_MASK_ROWS = ("layers", "norm", "head")
 
@@ -81,7 +83,7 @@ def make_objective(
         plan = ChunkPlan(num_chunks=num_chunks, capacity=capacity)
     elif partition == "structured":
         if chunk_rows is None and num_chunks is None:
-            chunk_rows = max(min(4096, most), longest, 1)
+            chunk_rows = default_chunk_rows(most, longest)
         plan = plan_chunks(most, longest, num_chunks=num_chunks, capacity=chunk_rows)
         rounded = -(-plan.num_chunks // shards) * shards
         plan = dataclasses.replace(plan, num_chunks=rounded)
@@ -95,6 +97,14 @@ def make_objective(
         mesh=mesh,
         **options,
     )
+
+
+def default_chunk_rows(most: int, longest: int) -> int:
+    """Slots of a chunk: 16 chunks where all is supervised, so that the last, part-filled one is a
+    small part of them; at most CHUNK_ROWS, for memory."""
+    rows = -(-most // 16)
+    rows = -(-rows // 64) * 64 if rows > 64 else rows
+    return max(min(CHUNK_ROWS, rows), longest, 1)
 
 
 def loss_sum(
@@ -200,17 +210,17 @@ def value_and_grad(
         (_, own), (d_hidden, added_head) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
             hidden, own_head
         )
-        # The head's gradient is added before the layers' come to be: they need not coexist.
-        d_head, d_hidden = jax.lax.optimization_barrier((add(d_head, added_head), d_hidden))
-        return add(sums, own), d_head, add(grads, pull_chunk(d_hidden))
+        return add(sums, own), add(d_head, added_head), add(grads, pull_chunk(d_hidden))
 
-    def step(carry: tuple[Any, Any, Any], chunk: tuple[Array, Array]) -> tuple[Any, None]:
-        used = jnp.any(chunk[1] > 0)
-        return jax.lax.cond(used, run_chunk, lambda carry, _: carry, carry, chunk), None
-
+    carry = (sums, d_head, grads)
     if objective.num_depths > 1:
-        chunks = _super_chunks(objective, lengths)
-        (sums, d_head, grads), _ = jax.lax.scan(step, (sums, d_head, grads), chunks)
+        anchors, depths = _super_chunks(objective, lengths)
+        # Chunks fill up from the first: those that the draw left empty are not visited at all.
+        used = jnp.sum(jnp.any(depths > 0, axis=(1, 2)), dtype=jnp.int32)
+        carry = jax.lax.fori_loop(
+            jnp.int32(0), used, lambda i, c: run_chunk(c, (anchors[i], depths[i])), carry
+        )
+    sums, d_head, grads = carry
     d_read, (d_keys, d_values), d_mask = grads
     (d_learned,) = pull(
         (Stream(d_hidden, jnp.zeros_like(stream.residual), d_keys, d_values), d_mask)

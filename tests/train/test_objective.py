@@ -11,7 +11,9 @@ from peagle_jax.models.drafter import Drafter
 from tests.train import dense_oracle
 from tests.train.training_cases import COD, NUM_DEPTHS, NUM_ROWS, make_case
 from train.objective import element_hidden, loss_sum, make_objective, value_and_grad
-from train.parameters import build_drafter
+from train.parameters import Trained, build_drafter
+from train.rows import chunk_rollouts
+from train.sampling import CodConfig, count_table, sample_rollouts
 
 
 @functools.cache
@@ -67,6 +69,18 @@ def test_loss_gradients_and_counts_equal_the_dense_mask(options):
     for name, value in counts.items():
         np.testing.assert_array_equal(np.asarray(getattr(sums, name)), value, err_msg=name)
     assert counts["correct"][1:].sum() > 0 and counts["joint_correct"][2] > 0
+
+
+def test_training_the_mask_row_alone_gives_its_part_of_the_table_s_gradient():
+    config, *arguments = make_case(trained=Trained(embedding="mask-row"))
+    objective = make_objective(config, COD, NUM_ROWS, num_chunks=2)
+    _, grads = jax.jit(functools.partial(value_and_grad, objective))(*arguments)
+    wanted = oracle()[1]
+    assert "embedding" not in grads and "head" not in grads, "both are frozen"
+    scale = float(jnp.linalg.norm(wanted["embedding"][31]))
+    assert float(jnp.linalg.norm(grads["mask_row"] - wanted["embedding"][31])) < 1e-5 * scale
+    error = float(jnp.linalg.norm(grads["fc"] - wanted["fc"]))
+    assert error < 1e-5 * float(jnp.linalg.norm(wanted["fc"]))
 
 
 def _counts(mask, drawn, hits):
@@ -215,6 +229,20 @@ def test_rows_whose_target_token_is_never_drafted_E15(outside):
         rows.taps, learned, frozen, head, lonely, jnp.zeros_like(lengths)
     )
     np.testing.assert_allclose(float(total), float(wanted), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [2048, 8192, 32768])
+@pytest.mark.parametrize("supervised", [1.0, 0.5])
+def test_at_most_a_tenth_of_the_visited_slots_is_padding(rows, supervised):
+    config, *_ = make_case()
+    cod = CodConfig(num_depths=8, ratio=0.8)
+    plan = make_objective(config, cod, rows).chunks
+    mask = jnp.asarray(np.arange(rows) >= rows * (1 - supervised))
+    ids = jnp.zeros((rows,), jnp.int32)
+    lengths = sample_rollouts(jax.random.key(0), mask, ids, jnp.asarray(count_table(cod, rows)))
+    used = np.asarray(chunk_rollouts(lengths[None], plan).rows_used)[0]
+    visited = (used > 0).sum() * plan.capacity
+    assert used.sum() == int(lengths.sum()) and visited * 0.9 <= used.sum()
 
 
 def test_impossible_settings_are_named():
