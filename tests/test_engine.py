@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -134,8 +135,8 @@ def test_logprobs_are_of_the_raw_logits(random_engine):
     [result] = random_engine.generate([5, 6, 7], params)
     ids = [*result.prompt_token_ids, *result.token_ids]
     target = random_engine.target
-    positions = np.arange(len(ids), dtype=np.int32)[None, :]
-    hidden = target(np.asarray([ids], np.int32), positions).hidden
+    positions = jnp.arange(len(ids), dtype=jnp.int32)[None, :]
+    hidden = target(jnp.asarray([ids], jnp.int32), positions).hidden
     expected = np.asarray(jax.nn.log_softmax(target.logits(hidden)[0], axis=-1))
     assert len(result.logprobs) == 6
     for place, one in enumerate(result.logprobs):
