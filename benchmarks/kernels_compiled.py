@@ -1,7 +1,8 @@
 """What becomes of every kernel on every GPU: registers, spills and shared memory, by ptxas.
 
 Needs the extra `cuda12` and jax 0.10, no GPU. `python -m benchmarks.kernels_compiled` writes
-`benchmarks/kernels_compiled.md`; with `--json` it prints a list of objects instead.
+`benchmarks/kernels_compiled.md`; with `--json` it prints a list of objects instead. With `--kernels`
+or `--devices` the page keeps its other rows.
 """
 
 from __future__ import annotations
@@ -63,6 +64,42 @@ def compile_all(kernels: list[str] | None, devices: list[str]) -> list[dict]:
     return rows
 
 
+def read_page(path: pathlib.Path) -> list[dict]:
+    """The rows of a page that `to_markdown` wrote; none where there is no page yet."""
+    if not path.exists():
+        return []
+    names = ("operation", "shape", "kernel", "device")
+    numbers = ("registers", "spill_bytes", "shared_memory_bytes", "num_warps")
+    rows = []
+    for line in path.read_text().splitlines():
+        if not line.startswith("| ") or line.startswith("| operation"):
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        row = dict(zip(names, cells, strict=False))
+        row |= {name: int(cell) for name, cell in zip(numbers, cells[4:8], strict=True)}
+        rows.append({**row, "grid": [int(size) for size in cells[8].split(" x ")]})
+    return rows
+
+
+def merge(kept: list[dict], fresh: list[dict]) -> list[dict]:
+    """Fresh rows in place of those of the same operation and device, in the order of the cases."""
+    replaced = {(row["operation"], row["device"]) for row in fresh}
+    rows = [row for row in kept if (row["operation"], row["device"]) not in replaced] + fresh
+    order = {
+        (case.kernel, case.shape, device): position
+        for position, (case, device) in enumerate(
+            (case, device) for case in select_cases(None) for device in DEVICES
+        )
+    }
+    # Rows of shapes that are no more are left out.
+    known = [row for row in rows if _case_of(row) in order]
+    return sorted(known, key=lambda row: order[_case_of(row)])
+
+
+def _case_of(row: dict) -> tuple[str, str, str]:
+    return row["operation"], row["shape"], row["device"]
+
+
 def to_markdown(rows: list[dict]) -> str:
     """The table of the committed page."""
     spilling = [row for row in rows if row["spill_bytes"]]
@@ -105,6 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
+        rows = merge(read_page(options.output), rows)
         options.output.write_text(to_markdown(rows))
         print(f"wrote {options.output}")
     unexplained = [
