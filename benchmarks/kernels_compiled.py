@@ -1,8 +1,8 @@
 """What becomes of every kernel on every GPU: registers, spills and shared memory, by ptxas.
 
 Needs the extra `cuda12` and jax 0.10, no GPU. `python -m benchmarks.kernels_compiled` writes
-`benchmarks/kernels_compiled.md`; with `--json` it prints a list of objects instead. With `--kernels`
-or `--devices` the page keeps its other rows.
+`benchmarks/kernels_compiled.md`; with `--json` it prints a list of objects instead. With
+`--kernels` or `--devices` the page keeps its other rows.
 """
 
 from __future__ import annotations
