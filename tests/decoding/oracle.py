@@ -64,7 +64,11 @@ def _full_pass(graph):
 
 def full_logits(target, tokens: np.ndarray) -> np.ndarray:
     """Raw logits [B, S, V] of a causal pass over `tokens` without a cache."""
-    graph, values = nnx.split(target)
+    return logits_of(*nnx.split(target), tokens)
+
+
+def logits_of(graph, values, tokens: np.ndarray) -> np.ndarray:
+    """The same for the parts of a target."""
     return np.asarray(_full_pass(graph)(values, tokens))
 
 

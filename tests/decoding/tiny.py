@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from peagle_jax.models.config import DrafterConfig, LayerConfig, MoEConfig, RopeConfig, TargetConfig
 from peagle_jax.models.drafter import Drafter
@@ -136,3 +137,13 @@ def make_target(config: TargetConfig, seed: int = 0) -> Target:
 
 def make_drafter(config: DrafterConfig = PARALLEL, seed: int = 1) -> Drafter:
     return Drafter(config, source=numpy_source(seed, config.vocab_size))
+
+
+def new_values(state: nnx.State, seed: int) -> nnx.State:
+    """Other random values for the parameters of a module, without building it again."""
+    make = numpy_source(seed, VOCAB)
+    flat = [
+        (path, leaf.replace(make(".".join(map(str, path)), leaf.shape, leaf.dtype)))
+        for path, leaf in nnx.to_flat_state(state)
+    ]
+    return nnx.from_flat_state(flat)
