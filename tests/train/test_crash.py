@@ -32,7 +32,7 @@ def run(folder, *arguments, devices=1):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
 
 
@@ -56,6 +56,7 @@ def undisturbed(base):
     return found
 
 
+@pytest.mark.timeout(3600)
 def test_a_run_killed_in_a_save_and_in_a_step_goes_on_as_if_nothing_was_G5(base, undisturbed):
     folder = base / "killed"
     killed = run(folder, "--kill", "save:2")
@@ -101,7 +102,7 @@ def test_two_processes_of_four_devices_equal_one_of_eight_G8(base):
         )
         for index in range(2)
     ]  # fmt: skip
-    errors = [process.communicate(timeout=600)[1] for process in several]
+    errors = [process.communicate(timeout=1800)[1] for process in several]
     assert [process.returncode for process in several] == [0, 0], errors
     for (step, *ours), (wanted_step, *wanted) in zip(losses(two), losses(one), strict=True):
         assert step == wanted_step

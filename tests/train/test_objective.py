@@ -43,7 +43,7 @@ PARTITIONS = [
     pytest.param({"num_chunks": 1}, id="chunks-1", marks=pytest.mark.slow),
     pytest.param({"num_chunks": 2}, id="chunks-2"),
     pytest.param({"num_chunks": 4}, id="chunks-4", marks=pytest.mark.slow),
-    pytest.param({"num_chunks": 7}, id="chunks-7"),
+    pytest.param({"num_chunks": 7}, id="chunks-7", marks=pytest.mark.slow),
     pytest.param({"partition": "algorithm-1", "num_chunks": 1}, id="S-1", marks=pytest.mark.slow),
     pytest.param({"partition": "algorithm-1", "num_chunks": 2}, id="S-2"),
     pytest.param({"partition": "algorithm-1", "num_chunks": 4}, id="S-4", marks=pytest.mark.slow),

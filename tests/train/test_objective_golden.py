@@ -15,7 +15,7 @@ FOLDERS = Path(__file__).parents[1] / "data" / "peagle"
         ("case_a", "structured, 2 chunks"),
         ("case_b", "Algorithm 1, S = 2"),
         ("case_c", "structured, 4 chunks"),
-        ("case_c2", "structured, 2 chunks"),
+        pytest.param("case_c2", "structured, 2 chunks", marks=pytest.mark.slow),
     ],
 )
 def test_loss_gradients_and_counts_of_the_public_library(case, mode, monkeypatch):
