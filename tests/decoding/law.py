@@ -75,13 +75,15 @@ def expected_law(target, params: SamplingParams) -> np.ndarray:
     texts = list(itertools.product(range(VOCAB), repeat=LENGTH))
     raw = oracle.full_logits(target, np.array([[*PROMPT, *text] for text in texts], np.int32))
     law = np.ones(len(texts))
-    for row, text in enumerate(texts):
-        for step in range(LENGTH):
+    for step in range(LENGTH):
+        same_start = VOCAB ** (LENGTH - step)  # texts in a row that agree before `step`
+        for row in range(0, len(texts), same_start):
             logits = oracle.process(
-                raw[row, len(PROMPT) + step - 1], PROMPT, list(text[:step]), params, ()
+                raw[row, len(PROMPT) + step - 1], PROMPT, list(texts[row][:step]), params, ()
             )
             weights = np.exp(logits - logits.max())
-            law[row] *= weights[text[step]] / weights.sum()
+            chances = np.repeat(weights / weights.sum(), same_start // VOCAB)
+            law[row : row + same_start] *= chances
     return law
 
 

@@ -1,5 +1,6 @@
 """Logit processing against the slow definition, row by row, and the borders of each filter."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,28 +68,38 @@ def test_every_row_equals_plain_processing_at_its_step():
         jnp.asarray(np.stack([np.isin(np.arange(VOCAB), prompt) for prompt in prompts])),
         jnp.asarray(counts, jnp.int32),
     )
-    found = lg.process_logits(
+    process = jax.jit(lg.process_logits, static_argnames="features")
+    found = process(
         jnp.asarray(raw),
         requests_of(prompts, params),
-        ALL,
+        features=ALL,
         history=history,
         drafts=jnp.asarray(drafts),
         num_output=jnp.full(len(params), 3, jnp.int32),
     )
+    found = np.asarray(found, np.float64)
     for row, (name, one) in enumerate(zip(PARAMS, params, strict=True)):
         for step in range(4):
             output = [*outputs[row], *drafts[row, :step].tolist()]
             expected = oracle.process(raw[row, step], prompts[row], output, one, EOS)
-            mine = np.asarray(found[row, step], np.float64)
+            mine = found[row, step]
             # Logits are free up to a shift.
             mine, expected = mine - mine.max(), expected - expected.max()
             np.testing.assert_allclose(mine, expected, atol=1e-4, err_msg=f"{name}, row {step}")
 
 
+@jax.jit
+def filtered(logits, top_k, top_p, min_p):
+    return lg.keep_min_p(lg.keep_top(logits, top_k, top_p), min_p)
+
+
 def kept(logits, *, top_k=0, top_p=1.0, min_p=0.0):
-    values = jnp.asarray(logits, jnp.float32)[None, None, :]
-    out = lg.keep_top(values, jnp.array([[top_k]], jnp.int32), jnp.array([[top_p]], jnp.float32))
-    out = lg.keep_min_p(out, jnp.array([[min_p]], jnp.float32))
+    out = filtered(
+        np.asarray(logits, np.float32)[None, None, :],
+        np.array([[top_k]], np.int32),
+        np.array([[top_p]], np.float32),
+        np.array([[min_p]], np.float32),
+    )
     return np.flatnonzero(np.isfinite(np.asarray(out)[0, 0])).tolist()
 
 
