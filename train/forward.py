@@ -54,12 +54,13 @@ def mask_inputs(drafter: Drafter, mask_row: Float[Array, " H"] | None = None) ->
     """What mask rows are fed; `mask_row` stands for the mask token's row of the embedding."""
     config = drafter.config
     if mask_row is None:
-        token = jnp.full((1, 1), config.mask_token_id, jnp.int32)
-        embedded = embed_rows(drafter, token)[0, 0]
-    else:
-        embedded = mask_row.astype(drafter.dtype)
-        if config.embedding_scale is not None:
-            embedded = embedded * jnp.asarray(config.embedding_scale, embedded.dtype)
+        # A slice, whose derivative is a pad. A second look-up's scatter into a table sharded over
+        # `tensor` gave wrong gradients on a mesh (jax 0.10).
+        token, table = config.mask_token_id, drafter.embedding.get_value()
+        mask_row = jax.lax.slice_in_dim(table, token, token + 1, axis=0)[0]
+    embedded = mask_row.astype(drafter.dtype)
+    if config.embedding_scale is not None:
+        embedded = embedded * jnp.asarray(config.embedding_scale, embedded.dtype)
     fused = drafter.fused_mask().astype(jnp.float32)
     return MaskInputs(embedded=embedded.astype(jnp.float32), fused=fused)
 
