@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from peagle_jax.models.target import Target
 from train.data.pipeline import Batches
-from train.spread import BATCH_AXES, batch_shards
+from train.spread import BATCH_AXES, batch_shards, put
 
 _FIELDS = ("tokens", "loss_mask", "document_ids", "positions", "taps", "last_hidden")
 # (tokens, document_ids, positions [A, B, S]) -> taps and last hidden states [A, B, S, ..].
@@ -91,7 +91,7 @@ def on_mesh(tree: Any, mesh: Mesh | None) -> Any:
 
     def place(x: Array) -> Array:
         there = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
-        return x if there else jax.device_put(x, everywhere)
+        return x if there else put(x, everywhere)
 
     return jax.tree.map(place, tree)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -33,6 +34,17 @@ def sequence_shards(mesh: Mesh | None) -> int:
 def batch_shards(mesh: Mesh | None) -> int:
     """Shards that a batch is cut into."""
     return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def put(x: Array, sharding: NamedSharding) -> Array:
+    """A host-local array, the same in every process, onto a mesh that may span processes."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if sharding.is_fully_addressable or not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    values = np.asarray(x)
+    return jax.make_array_from_callback(values.shape, sharding, lambda at: values[at])
 
 
 def place_rows(x: Array, mesh: Mesh | None) -> Array:

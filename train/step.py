@@ -20,6 +20,7 @@ from train.objective import Objective, loss_sum, value_and_grad
 from train.parameters import Params
 from train.rows import TargetHead, TrainingRows, draw, training_rows
 from train.sampling import rollout_limits
+from train.spread import put
 
 
 class TrainState(NamedTuple):
@@ -62,13 +63,13 @@ def init_state(
         learned = place_parameters(learned, mesh)
     moments = optimizer.init(learned)
     state = TrainState(step=jnp.int32(0), learned=learned, moments=moments, key=key)
-    return state if mesh is None else jax.device_put(state, state_shardings(state, mesh))
+    return state if mesh is None else jax.tree.map(put, state, state_shardings(state, mesh))
 
 
 def place_parameters(params: Mapping[str, Any], mesh: Mesh) -> Params:
     """Parameters on a mesh, by the table of `peagle_jax.sharding`."""
     return {
-        name: jax.device_put(value, NamedSharding(mesh, parameter_spec(name, value.shape, mesh)))
+        name: put(value, NamedSharding(mesh, parameter_spec(name, value.shape, mesh)))
         for name, value in params.items()
     }
 
