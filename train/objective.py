@@ -100,9 +100,9 @@ def make_objective(
 
 
 def default_chunk_rows(most: int, longest: int) -> int:
-    """Slots of a chunk: 16 chunks where all is supervised, so that the last, part-filled one is a
-    small part of them; at most CHUNK_ROWS, for memory."""
-    rows = -(-most // 16)
+    """Slots of a chunk: 24 chunks where all is supervised, so that the last, part-filled one is a
+    small part of them even where half is; at most CHUNK_ROWS, for memory."""
+    rows = -(-most // 24)
     rows = -(-rows // 64) * 64 if rows > 64 else rows
     return max(min(CHUNK_ROWS, rows), longest, 1)
 
