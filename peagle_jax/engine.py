@@ -127,7 +127,7 @@ class Engine:
 
         Args:
           params: for all prompts, or one each; None is greedy with up to 256 tokens.
-          num_speculative_tokens: K; None is the engine's, the head's own, or DESIGN's default.
+          num_speculative_tokens: K; None is the engine's, the head's own, or min(trained depth, 5).
           method: another way of drafting than the engine's ("none" decodes plainly).
 
         Raises: ValueError that names the request and the field that cannot be served.
