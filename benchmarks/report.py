@@ -1,43 +1,15 @@
 """What every benchmark shares: the environment line, alternating timed runs, and atomic JSON."""
 
 import json
-import os
 import pathlib
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from peagle_jax.bench.environment import environment
 
-def environment() -> dict[str, Any]:
-    """Machine, versions, revision and command behind a figure, as plain JSON values."""
-
-    def installed(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
-    def revision() -> str | None:
-        asked = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        )
-        return asked.stdout.strip() or None
-
-    packages = ("jax", "jaxlib", "flax", "numpy", "transformers", "torch")
-    return {
-        "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: installed(name) for name in packages},
-        "revision": revision(),
-        "command": shlex.join([pathlib.Path(sys.executable).name, *sys.orig_argv[1:]]),
-    }
+__all__ = ["alternate", "environment", "median", "write_json"]
 
 
 def alternate(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
