@@ -67,7 +67,7 @@ def test_shards_are_cut_by_size_and_indexed(tmp_path):
     assert_same_parameters(folder, out)
 
 
-def test_d14_experts_are_written_in_the_layout_asked_for(tmp_path):
+def test_experts_are_written_in_the_layout_asked_for_D14(tmp_path):
     arrays = tiny.tensors(tiny.QWEN3_MOE)
     folder = tiny.write_folder(tmp_path / "in", tiny.QWEN3_MOE, arrays)
     fused = convert_target(folder, tmp_path / "fused", fused_experts=True)

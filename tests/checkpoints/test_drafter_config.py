@@ -37,7 +37,7 @@ def test_speculators_without_target_width_means_the_draft_s():
 
 
 @pytest.mark.parametrize("place", ["top", "eagle_config", "sibling", "inside"])
-def test_D8_taps_are_found_wherever_they_stand(place):
+def test_taps_are_found_wherever_they_stand_D8(place):
     """Top level, eagle_config, beside or inside transformer_layer_config (pitfall D8)."""
     content = {
         "top": raw(),
@@ -48,7 +48,7 @@ def test_D8_taps_are_found_wherever_they_stand(place):
     assert read(content).taps == (2, 4, 5)
 
 
-def test_D8_absent_taps_are_guessed_with_a_warning():
+def test_absent_taps_are_guessed_with_a_warning_D8():
     with pytest.warns(DrafterWarning, match=rf"{TAPS} is missing, guessed as \[2, 21, 40\]"):
         config = read(raw(**{TAPS: None}), target_config=small_target(43))
     assert config.taps == (2, 21, 40)
@@ -61,13 +61,13 @@ def test_D8_absent_taps_are_guessed_with_a_warning():
 @pytest.mark.parametrize(
     "layers, guess", [(4, r"\[2, 2, 1\]"), (5, r"\[2, 2, 2\]"), (6, r"\[2, 3, 3\]")]
 )
-def test_D8_tiny_targets_need_explicit_taps(layers, guess):
+def test_tiny_targets_need_explicit_taps_D8(layers, guess):
     with pytest.raises(CheckpointError, match=rf"{guess}, not three different.*set {TAPS}"):
         read(raw(**{TAPS: None}), target_config=small_target(layers))
     assert default_taps(7) == (2, 3, 4)
 
 
-def test_D8_four_taps_widen_the_fusion():
+def test_four_taps_widen_the_fusion_D8():
     assert read(raw(**{TAPS: [0, 2, 4, 8]}), target_config=small_target(8)).input_size == 4 * 12
 
 
@@ -121,7 +121,7 @@ def test_mask_token_keys_that_disagree_are_an_error():
         ("31", "expected a token id"),
     ],
 )
-def test_D18_mask_token_in_use_or_out_of_range(token, message):
+def test_mask_token_in_use_or_out_of_range_D18(token, message):
     """eos, pad, bos, an id past the vocabulary, and -1 (pitfall D18)."""
     with pytest.raises(CheckpointError, match=message):
         read(raw(ptd_token_id=token), target_config=small_target())
@@ -137,7 +137,7 @@ def test_head_without_mask_token_is_eagle3():
         read(raw(ptd_token_id=None), tensor_names={"mask_hidden", "fc.weight"})
 
 
-def test_D6_parallel_drafting_needs_mask_hidden():
+def test_parallel_drafting_needs_mask_hidden_D6():
     """A P-EAGLE head whose file lacks mask_hidden is refused (pitfall D6)."""
     names = {"fc.weight", "embed_tokens.weight"}
     with pytest.raises(CheckpointError, match="needs the tensor mask_hidden.*parallel_drafting"):
@@ -147,7 +147,7 @@ def test_D6_parallel_drafting_needs_mask_hidden():
         read(raw(), tensor_names=names | {"mask_hidden"}, parallel_drafting=False)
 
 
-def test_D9_absent_switches_are_false_and_residual_warns():
+def test_absent_switches_are_false_and_residual_warns_D9():
     """Old files name no norm switches (pitfall D9)."""
     with pytest.warns(DrafterWarning, match="norm_before_residual is missing, taken as false"):
         config = read(raw(norm_before_residual=None))
@@ -184,7 +184,7 @@ def test_D9_absent_switches_are_false_and_residual_warns():
     ],
     ids=["old", "new", "new-llama3", "old-type-spelling"],
 )
-def test_D11_rope_in_both_dialects(keys, rope):
+def test_rope_in_both_dialects_D11(keys, rope):
     """Theta and scaling are found under either spelling (pitfall D11)."""
     assert {layer.rope for layer in read(raw(**keys)).layers} == {rope}
     inside = {key: value for key, value in keys.items() if value is not None}
@@ -195,7 +195,7 @@ def test_D11_rope_in_both_dialects(keys, rope):
     assert {layer.rope for layer in read(content).layers} == {rope}
 
 
-def test_D11_rope_by_layer_type_and_zero_theta():
+def test_rope_by_layer_type_and_zero_theta_D11():
     nested = {
         "full_attention": {"rope_theta": 1e6, "rope_type": "default"},
         "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
@@ -273,14 +273,14 @@ def test_heads_of_another_target_are_refused(changes, target, message):
         read(raw(**changes), target_config=small_target(**target))
 
 
-def test_C1_fewer_positions_than_the_target_warn():
+def test_fewer_positions_than_the_target_warn_C1():
     """The rotary angles go on; the user is told both numbers (pitfall C1)."""
     with pytest.warns(DrafterWarning, match="max_position_embeddings: 16 is below the target's 64"):
         config = read(raw(max_position_embeddings=16), target_config=small_target())
     assert config.max_positions == 16
 
 
-def test_D19_final_state_alone():
+def test_final_state_alone_D19():
     """use_aux_hidden_state false: no taps, input of the target's width (pitfall D19)."""
     content = raw(**{TAPS: None}, eagle_config={"use_aux_hidden_state": False})
     bare = read(content | {"target_hidden_size": 16}, tensor_names={"mask_hidden"})

@@ -42,7 +42,7 @@ def header(folder) -> dict[str, tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_D6_what_vllm_needs_is_there(layout, tmp_path):
+def test_what_vllm_needs_is_there_D6(layout, tmp_path):
     """Names, shapes and keys of a 4-layer head of width 16 with three taps (pitfall D6)."""
     config = small_drafter(num_layers=4, target_hidden_size=16, num_depths=6)
     folder = save_drafter(numpy_drafter(config), tmp_path / "head", layout, verifier="a/target")
@@ -135,7 +135,7 @@ def flag_logits(name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=flag_id)
-def test_D9_switches_survive_both_layouts(flags, tmp_path):
+def test_switches_survive_both_layouts_D9(flags, tmp_path):
     """Every combination, written, read, written in the other layout, read (pitfall D9)."""
     drafter = flag_drafter(flags)
     before = flag_logits(flag_id(flags))
@@ -149,7 +149,7 @@ def test_D9_switches_survive_both_layouts(flags, tmp_path):
 
 
 @pytest.mark.parametrize("flags", FLAGS[1:], ids=flag_id)
-def test_D9_every_switch_changes_the_logits(flags):
+def test_every_switch_changes_the_logits_D9(flags):
     """Turning one switch off again moves the logits (pitfall D9); norm_output the second pass."""
     with_it = flag_logits(flag_id(flags))
     for name in [name for name, value in flags.items() if value]:
@@ -194,7 +194,7 @@ def test_raw_head_without_taps(tmp_path):
         save_drafter(drafter, tmp_path / "other", "speculators")
 
 
-def test_D1_offsets_and_marks_are_written(tmp_path):
+def test_offsets_and_marks_are_written_D1(tmp_path):
     """Draft ids 0..3 for targets 0, 1, 3, 6: offsets [0, 0, 1, 3], int64 (pitfall D1)."""
     drafter = numpy_drafter(small_drafter(vocab_size=8, draft_vocab_size=4, mask_token_id=7))
     drafter.d2t.set_value(jnp.asarray(np.array([0, 0, 1, 3], np.int32)))
@@ -204,7 +204,7 @@ def test_D1_offsets_and_marks_are_written(tmp_path):
     assert load_drafter(tmp_path / "head").kept_ids().tolist() == [0, 1, 3, 6]
 
 
-def test_D2_full_and_padded_vocabularies_need_no_mapping(tmp_path):
+def test_full_and_padded_vocabularies_need_no_mapping_D2(tmp_path):
     """No d2t for draft ids that are target ids; the padded rows stay unreachable (pitfall D2)."""
     for size, name in ((8, "full"), (10, "padded")):
         config = small_drafter(
@@ -220,7 +220,7 @@ def test_D2_full_and_padded_vocabularies_need_no_mapping(tmp_path):
         assert np.isneginf(out[:, 8:]).all() and np.isfinite(out[:, :8]).all()
 
 
-def test_D2_first_ids_as_draft_vocabulary_keep_their_mapping(tmp_path):
+def test_first_ids_as_draft_vocabulary_keep_their_mapping_D2(tmp_path):
     drafter = numpy_drafter(small_drafter())
     drafter.d2t.set_value(jnp.asarray(np.zeros(20, np.int32)))
     assert "d2t" in header(save_drafter(drafter, tmp_path / "head"))
@@ -230,7 +230,7 @@ def test_D2_first_ids_as_draft_vocabulary_keep_their_mapping(tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rope", [RopeConfig(theta=5e5), LLAMA3, YARN], ids=lambda r: r.kind)
 @pytest.mark.parametrize("spelling", ["both", "old", "new"])
-def test_D11_written_rope_is_read_by_transformers(layout, rope, spelling, tmp_path):
+def test_written_rope_is_read_by_transformers_D11(layout, rope, spelling, tmp_path):
     """The library's own config class finds theta and scaling in either spelling (pitfall D11)."""
     from transformers import LlamaConfig
 
@@ -248,7 +248,7 @@ def test_D11_written_rope_is_read_by_transformers(layout, rope, spelling, tmp_pa
         assert found["original_max_position_embeddings"] == rope.original_max_positions
 
 
-def test_D16_bfloat16_is_kept_bit_by_bit(tmp_path):
+def test_bfloat16_is_kept_bit_by_bit_D16(tmp_path):
     """BF16 comes back as BF16 of the same length, d2t as I64 without 64-bit mode (pitfall D16)."""
     assert not jax.config.jax_enable_x64
     folder = save_drafter(numpy_drafter(small_drafter(), dtype=jnp.bfloat16), tmp_path / "first")

@@ -39,7 +39,7 @@ def test_llama_fields():
     assert parse({**tiny.LLAMA, "eos_token_id": None}).eos_token_ids == ()
 
 
-def test_d11_theta_is_found_wherever_it_stands():
+def test_theta_is_found_wherever_it_stands_D11():
     bare = tiny.without(tiny.LLAMA, "rope_theta")
     inside = {"rope_theta": 500_000.0, "rope_type": "default"}
     old, new = rope_of(tiny.LLAMA), rope_of({**bare, "rope_parameters": inside})
@@ -57,7 +57,7 @@ LLAMA3 = {
 }
 
 
-def test_d11_theta_is_honoured_with_scaling_in_three_spellings():
+def test_theta_is_honoured_with_scaling_in_three_spellings_D11():
     bare = tiny.without(tiny.LLAMA, "rope_theta")
     spellings = [
         {**tiny.LLAMA, "rope_scaling": LLAMA3},
@@ -69,7 +69,7 @@ def test_d11_theta_is_honoured_with_scaling_in_three_spellings():
     assert (ropes[0].kind, ropes[0].theta, ropes[0].factor) == ("llama3", 500_000.0, 8.0)
 
 
-def test_d11_theta_by_layer_type():
+def test_theta_by_layer_type_D11():
     ropes = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 11_000.0},
         "full_attention": {
@@ -90,7 +90,7 @@ def test_d11_theta_by_layer_type():
 
 
 @pytest.mark.parametrize("theta", [0, 0.0, -1.0, float("nan"), "1e4", True])
-def test_d11_a_theta_that_is_no_positive_number_is_refused(theta):
+def test_a_theta_that_is_no_positive_number_is_refused_D11(theta):
     for raw in (
         {**tiny.LLAMA, "rope_theta": theta},
         {**tiny.without(tiny.LLAMA, "rope_theta"), "rope_parameters": {"rope_theta": theta}},
@@ -99,7 +99,7 @@ def test_d11_a_theta_that_is_no_positive_number_is_refused(theta):
             parse(raw)
 
 
-def test_c9_yarn_and_windows_of_gpt_oss_in_both_spellings():
+def test_yarn_and_windows_of_gpt_oss_in_both_spellings_C9():
     old = parse(tiny.GPT_OSS)
     inside = {**tiny.GPT_OSS["rope_scaling"], "rope_theta": 150_000.0}
     new = parse(

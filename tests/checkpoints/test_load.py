@@ -81,7 +81,7 @@ def fused_qwen(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return fused
 
 
-def test_d14_experts_per_tensor_and_grouped_load_alike(tmp_path):
+def test_experts_per_tensor_and_grouped_load_alike_D14(tmp_path):
     arrays = tiny.tensors(tiny.QWEN3_MOE)
     expected = tiny.parameters(tiny.QWEN3_MOE, arrays)
     for name, layout in (("each", arrays), ("grouped", fused_qwen(arrays))):
@@ -89,7 +89,7 @@ def test_d14_experts_per_tensor_and_grouped_load_alike(tmp_path):
         assert_holds(load_target(folder, dtype=jnp.float32), expected)
 
 
-def test_d14_experts_in_both_layouts_at_once_are_refused(tmp_path):
+def test_experts_in_both_layouts_at_once_are_refused_D14(tmp_path):
     arrays = tiny.tensors(tiny.QWEN3_MOE)
     folder = tiny.write_folder(tmp_path, tiny.QWEN3_MOE, {**arrays, **fused_qwen(arrays)})
     with pytest.raises(ValueError, match="model.safetensors: experts in two layouts"):
@@ -212,7 +212,7 @@ def test_progress_ends_at_all_bytes(tmp_path):
     assert [done for done, _ in steps] == sorted(done for done, _ in steps)
 
 
-def test_i8_loaded_parameters_may_be_donated(tmp_path):
+def test_loaded_parameters_may_be_donated_I8(tmp_path):
     """The CPU backend takes the read buffers over; donating them must not touch other arrays."""
     arrays = tiny.tensors(tiny.LLAMA)
     folder = tiny.write_folder(tmp_path, tiny.LLAMA, arrays)

@@ -29,7 +29,7 @@ def write_by_hand(path: Path, header: dict, data: bytes) -> Path:
     return path
 
 
-def test_d16_bfloat16_is_read_bit_exact_and_written_as_bfloat16(tmp_path):
+def test_bfloat16_is_read_bit_exact_and_written_as_bfloat16_D16(tmp_path):
     data = struct.pack("<HH", 0x3F80, 0x4049)  # 1.0 and 3.140625
     path = write_by_hand(
         tmp_path / "a.safetensors",
@@ -48,7 +48,7 @@ def test_d16_bfloat16_is_read_bit_exact_and_written_as_bfloat16(tmp_path):
     assert copy.read_bytes()[-4:] == data
 
 
-def test_d16_int64_stays_int64_without_x64(tmp_path):
+def test_int64_stays_int64_without_x64_D16(tmp_path):
     assert not jax.config.jax_enable_x64
     path = tmp_path / "a.safetensors"
     write_safetensors(path, {"d2t": np.array([0, 1 << 40], np.int64)})

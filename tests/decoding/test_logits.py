@@ -55,8 +55,8 @@ PARAMS = {
 }
 
 
-def test_every_row_equals_plain_processing_at_its_step():
-    """Row i sees prompt, committed output and drafts 0..i-1 (B11); all settings in one batch."""
+def test_every_row_equals_plain_processing_at_its_step_B11():
+    """Row i sees prompt, committed output and drafts 0..i-1; all settings in one batch."""
     generator = np.random.default_rng(0)
     params = [SamplingParams(**fields) for fields in PARAMS.values()]
     prompts = [generator.integers(0, VOCAB, 4).tolist() for _ in params]

@@ -60,24 +60,24 @@ def test_forcing_and_defaults():
         (PARALLEL, 31, 31),
     ],
 )
-def test_number_of_drafts(config, asked, expected):
+def test_number_of_drafts_H1(config, asked, expected):
     assert resolve_num_speculative_tokens(config, asked) == expected
 
 
 @pytest.mark.parametrize("value", [0, -1, 32, 99])
-def test_number_of_drafts_out_of_range(value):
+def test_number_of_drafts_out_of_range_H1(value):
     with pytest.raises(ValueError, match=f"num_speculative_tokens .*1 to 31, got {value}"):
         resolve_num_speculative_tokens(PARALLEL, value)
 
 
-def test_drafting_beyond_the_trained_depth_warns_once():
+def test_drafting_beyond_the_trained_depth_warns_once_H1():
     config = dataclasses.replace(PARALLEL, num_depths=8)
     with pytest.warns(UserWarning, match="11 is above the 8 depths") as caught:
         build("p-eagle", config, num_speculative_tokens=11)
     assert len(caught) == 1
 
 
-def test_c1_a_drafter_with_a_shorter_context_warns_and_names_both():
+def test_a_drafter_with_a_shorter_context_warns_and_names_both_C1():
     drafter = tiny.make_drafter(dataclasses.replace(PARALLEL, max_positions=16))
     with pytest.warns(UserWarning, match="configured for 16 positions and will run to 64"):
         make_generate_fn(programs.target(), drafter, num_speculative_tokens=4, cache_length=64)

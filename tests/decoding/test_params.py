@@ -40,7 +40,7 @@ from peagle_jax.decoding.requests import Features, make_requests
         ("num_speculative_tokens", -1),
     ],
 )
-def test_bad_values_name_their_field(field, value):
+def test_bad_values_name_their_field_B6(field, value):
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
 

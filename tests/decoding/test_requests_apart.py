@@ -17,14 +17,14 @@ def outputs(prompts, params, **fields):
     return programs.run_plain(prompts, params, **fields)[0]
 
 
-def test_b8_swapping_slots_swaps_outputs():
+def test_swapping_slots_swaps_outputs_B8():
     params = [sampling(temperature=0.0, seed=1), sampling(temperature=1.0, top_k=3, seed=2)]
     straight, _ = programs.compare([SHORT, LONG], params)
     swapped, _ = programs.compare([LONG, SHORT], params[::-1])
     assert swapped == straight[::-1]
 
 
-def test_b9_a_seed_gives_its_text_for_every_k_and_neighbour():
+def test_a_seed_gives_its_text_for_every_k_and_neighbour_B9():
     alone = outputs([SHORT], [HOT])
     assert outputs([SHORT], [HOT]) == alone
     neighbour = sampling(temperature=2.0, seed=7)
@@ -37,7 +37,7 @@ def test_b9_a_seed_gives_its_text_for_every_k_and_neighbour():
     assert len({tuple(output) for output in [*others, alone[0]]}) == 6
 
 
-def test_b13_equal_rows_of_the_head_give_the_lower_id():
+def test_equal_rows_of_the_head_give_the_lower_id_B13():
     """Ids 4 and 9 have the same embedding and head row, so their logits tie exactly."""
     target = tiny.make_target(tiny.TARGETS["llama"])
     table = target.embedding.get_value()
@@ -60,14 +60,14 @@ def test_b13_equal_rows_of_the_head_give_the_lower_id():
         assert fn.outputs(run(programs.scripted(8), values, mixed))[0] == output
 
 
-def test_c13_unequal_prompts_alone_and_together():
+def test_unequal_prompts_alone_and_together_C13():
     params = [sampling(), sampling()]
     together, state = programs.compare([SHORT, LONG], params)
     assert together == [*outputs([SHORT], params[:1]), *outputs([LONG], params[1:])]
     assert np.asarray(state.requests.prompt_length)[:2].tolist() == [3, 11]
 
 
-def test_b11_penalties_count_drafts_of_the_block():
+def test_penalties_count_drafts_of_the_block_B11():
     """A bias makes the model love id 5, which is in the prompt of some rows."""
     love = {5: 15.0}
     params = [

@@ -17,7 +17,7 @@ def records(rounds):
     return depth, drafts
 
 
-def test_h3_accepted_3_0_1():
+def test_accepted_3_0_1_H3():
     stats = request_stats(*records([(3, 3), (3, 0), (3, 1)]), 3)
     assert stats.acceptance_length == pytest.approx(2.333, abs=1e-3)
     assert stats.acceptance_rate == pytest.approx(0.4444, abs=1e-4)
@@ -25,7 +25,7 @@ def test_h3_accepted_3_0_1():
 
 
 @pytest.mark.parametrize("parts", [[], [request_stats([0], [0], 3)], [AcceptanceStats()]])
-def test_h3_nothing_drafted(parts):
+def test_nothing_drafted_H3(parts):
     stats = merge_stats(parts)
     assert stats.acceptance_length == 1.0
     assert stats.acceptance_rate is None

@@ -84,7 +84,7 @@ def accepted_law(rule, p, q):
 @pytest.mark.parametrize("conditional", [False, True], ids=["parallel", "autoregressive"])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("length", [2, 4])
-def test_b14_exact_joint_law(rule, conditional, length):
+def test_exact_joint_law_B14(rule, conditional, length):
     """All 64 draft triples with exact probabilities; later rounds are lossless by induction."""
     target, draft = laws(3, conditional=conditional)
     p, q, chance = batch_of(target, draft)
@@ -138,7 +138,7 @@ def test_acceptance_equals_the_closed_forms():
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_b3_one_draft_from_q(rule):
+def test_one_draft_from_q_B3(rule):
     """p=[.5,.3,.2], q=[.2,.7,.1]: kept 0.60, residual [.75,0,.25], emitted marginals p."""
     trials = 200_000
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
@@ -170,7 +170,7 @@ def test_b3_one_draft_from_q(rule):
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection", "block"])
-def test_b6_temperature_and_top_p_hold_in_verification(rule):
+def test_temperature_and_top_p_hold_in_verification_B6(rule):
     """p=[.5,.3,.2] at temperature 0.5 and top-p 0.7: 25/34, 9/34 and never token 2."""
     trials = 100_000
     fields = dict(temperature=0.5, top_p=0.7, rule=rule)
@@ -204,7 +204,7 @@ def test_b6_temperature_and_top_p_hold_in_verification(rule):
 
 
 @pytest.mark.parametrize("last", [0, 4])
-def test_a10_token_0_is_never_special(last):
+def test_token_0_is_never_special_A10(last):
     own = jnp.array([[3, 5, last]], jnp.int32)
     drafts = Drafts(jnp.array([[3, 5]], jnp.int32), jnp.array([2], jnp.int32))
     verdict = vf.match(own, drafts)
@@ -219,7 +219,7 @@ def test_fewer_drafts_than_columns():
     assert vf.match(own, drafts).num_accepted.tolist() == [0, 1, 0]
 
 
-def test_b13_ties_go_to_the_lowest_id():
+def test_ties_go_to_the_lowest_id_B13():
     logits = jnp.zeros((1, 3, 12), jnp.float32).at[:, :, jnp.array([9, 4])].set(1.0)
     requests = requests_of([[0]], [SamplingParams()], Features())
     tokens = vf.own_tokens(logits, requests, jnp.array([3], jnp.int32), Features())
@@ -241,7 +241,7 @@ def test_ids_outside_the_vocabulary_end_the_drafts():
     assert clean.tokens.tolist() == [[1, 0, 0], [0, 0, 0]]
 
 
-def test_b8_rules_and_temperatures_stay_with_their_request():
+def test_rules_and_temperatures_stay_with_their_request_B8():
     """Every rule and greedy in one batch: reordering the requests reorders the verdicts."""
     generator = np.random.default_rng(2)
     params = [

@@ -58,7 +58,7 @@ def test_attention_equals_a_float64_loop(sinks, window, blocked, monkeypatch):
     np.testing.assert_allclose(found, loop(q, k, v, at, at, 0.7, window, bias), atol=2e-6)
 
 
-def test_c8_a_window_of_four_at_position_ten_sees_keys_seven_to_ten():
+def test_a_window_of_four_at_position_ten_sees_keys_seven_to_ten_C8():
     q, k, v = map(jnp.asarray, draw(2, 1, 12, 12, kv=1, group=1))
     at = jnp.arange(12, dtype=jnp.int32)[None, :]
 
@@ -69,7 +69,7 @@ def test_c8_a_window_of_four_at_position_ten_sees_keys_seven_to_ten():
     assert np.flatnonzero(reached).tolist() == [7, 8, 9, 10]
 
 
-def test_c8_prefill_and_decode_agree_on_the_window():
+def test_prefill_and_decode_agree_on_the_window_C8():
     """Twelve rows at once, and one row at a time through a ring of exactly four slots."""
     q, k, v = (jnp.asarray(x) for x in draw(3, 1, 12, 12))
     at = jnp.arange(12, dtype=jnp.int32)[None, :]
@@ -83,7 +83,7 @@ def test_c8_prefill_and_decode_agree_on_the_window():
         np.testing.assert_allclose(out, whole[:, row], atol=1e-5)
 
 
-def test_c3_rows_past_the_end_of_the_cache_drop_and_earlier_rows_stay():
+def test_rows_past_the_end_of_the_cache_drop_and_earlier_rows_stay_C3():
     """Cache of 8 rows, 4 rows written at 6: 6 and 7 are written, 8 and 9 drop, 0 to 5 stay."""
     old = jnp.arange(8, dtype=jnp.float32).reshape(1, 8, 1, 1)
     new = 100 + jnp.arange(4, dtype=jnp.float32).reshape(1, 4, 1, 1)
@@ -128,7 +128,7 @@ _SPELLINGS = {
 }
 
 
-def test_c9_yarn_and_windows_act_within_twelve_tokens_under_both_spellings(tmp_path):
+def test_yarn_and_windows_act_within_twelve_tokens_under_both_spellings_C9(tmp_path):
     logits, configs = {}, {}
     tokens = jnp.arange(12, dtype=jnp.int32)[None, :]
     for name, fields in _SPELLINGS.items():

@@ -108,7 +108,7 @@ def test_cache_repeats_a_pass_without_cache():
         np.testing.assert_allclose(out.hidden[0], whole[rows], atol=1e-5)
 
 
-def test_A5_positions_matter_and_only_their_differences():
+def test_positions_matter_and_only_their_differences_A5():
     """The rotary layer obeys the positions it is given (pitfall A5)."""
     layer = LayerConfig(num_heads=2, num_kv_heads=2, head_dim=8, rope=RopeConfig())
     config = dataclasses.replace(small_drafter(), layers=(layer,) * 4)
@@ -124,7 +124,7 @@ def test_A5_positions_matter_and_only_their_differences():
     np.testing.assert_allclose(near, logits([10, 11, 12]), atol=1e-5)
 
 
-def test_C1_positions_past_the_draft_config_are_analytic():
+def test_positions_past_the_draft_config_are_analytic_C1():
     """No table of angles: position 20 of a head configured for 16 turns as it should (C1)."""
     rope = RopeConfig(theta=100.0)
     cos, sin = rotation(jnp.array([[20]], jnp.int32), rope, 6)
@@ -139,7 +139,7 @@ def test_C1_positions_past_the_draft_config_are_analytic():
     np.testing.assert_allclose(outs[0], outs[1], atol=1e-5)
 
 
-def test_D1_draft_logits_are_placed_by_offsets():
+def test_draft_logits_are_placed_by_offsets_D1():
     """d2t holds offsets: draft ids 0..3 stand for 0, 1, 3, 6 (pitfall D1)."""
     config = small_drafter(vocab_size=8, draft_vocab_size=4, mask_token_id=7)
     drafter = with_offsets(init_drafter(config, jax.random.key(0)), [0, 0, 1, 3])
@@ -154,7 +154,7 @@ def test_D1_draft_logits_are_placed_by_offsets():
     assert drafter.target_ids(jnp.array([4, -1], jnp.int32)).tolist() == [-1, -1]
 
 
-def test_D2_padded_draft_ids_are_never_drafted():
+def test_padded_draft_ids_are_never_drafted_D2():
     """Ten draft logits for a target of eight tokens: the last two are -inf (pitfall D2)."""
     config = small_drafter(vocab_size=8, draft_vocab_size=10, target_vocab_size=8, mask_token_id=7)
     drafter = init_drafter(config, jax.random.key(0))
@@ -165,7 +165,7 @@ def test_D2_padded_draft_ids_are_never_drafted():
     assert np.isfinite(init_drafter(same, jax.random.key(0)).logits(jnp.asarray(draw(4, 16)))).all()
 
 
-def test_D18_row_of_the_mask_token_is_used():
+def test_row_of_the_mask_token_is_used_D18():
     """A changed embedding of the mask token changes what mask rows draft (pitfall D18)."""
     config = small_drafter()
     drafter = init_drafter(config, jax.random.key(0))
@@ -177,7 +177,7 @@ def test_D18_row_of_the_mask_token_is_used():
     assert np.abs(before - run(drafter, fused, tokens, positions).hidden).max() > 1e-3
 
 
-def test_D19_without_taps_the_final_state_alone_is_read():
+def test_without_taps_the_final_state_alone_is_read_D19():
     """use_aux_hidden_state false: input of the target's width, no fc needed (pitfall D19)."""
     config = CONFIGS["no-taps"]
     drafter = init_drafter(config, jax.random.key(0))

@@ -80,7 +80,7 @@ def test_experts_equal_a_dense_loop(config, rows):
     np.testing.assert_allclose(found[0], dense_loop(module, x[0].astype(np.float64)), atol=2e-6)
 
 
-def test_i1_experts_without_rows_have_exactly_zero_gradients():
+def test_experts_without_rows_have_exactly_zero_gradients_I1():
     """Router biased to experts 0 and 2: the others get no row, and no gradient at all."""
     module = Experts(GPT_OSS)
     module.router_bias.set_value(jnp.asarray([50.0, -50.0, 50.0, -50.0]))
@@ -114,7 +114,7 @@ def test_i1_experts_without_rows_have_exactly_zero_gradients():
     np.testing.assert_allclose(found["router"][...], wanted["router"][...], rtol=1e-4, atol=1e-4)
 
 
-def test_i2_spare_rows_of_nan_reach_neither_output_nor_gradient():
+def test_spare_rows_of_nan_reach_neither_output_nor_gradient_I2():
     module = Experts(QWEN)
     graph, state = nnx.split(module)
     clean = np.random.default_rng(2).standard_normal((1, 8, HIDDEN)).astype(np.float32)

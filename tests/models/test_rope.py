@@ -62,7 +62,7 @@ def test_truncated_yarn_rounds_its_range():
 
 
 @pytest.mark.parametrize("position", [0, 20, 4097, 131_071])
-def test_c1_any_position_has_its_analytic_angle(position):
+def test_any_position_has_its_analytic_angle_C1(position):
     """No table ends anywhere: nothing is clamped to a last row."""
     rope = RopeConfig(theta=1e4)
     cos, sin = rotation(jnp.full((1, 1), position, jnp.int32), rope, 8)

@@ -163,7 +163,7 @@ def test_segments_attend_as_if_each_document_were_alone():
         np.testing.assert_allclose(packed[:, piece], alone, atol=1e-5)
 
 
-def test_c13_prompts_of_unequal_length_do_not_change_each_other():
+def test_prompts_of_unequal_length_do_not_change_each_other_C13():
     """Prompts [1,2,3] and [1..7], alone and together, then four greedy tokens each."""
     config = TARGETS["llama"]
     graph, state = nnx.split(make_target(config))
