@@ -73,7 +73,9 @@ def _module(name: str):
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
     """A warning of ours in one line; those of other packages are for their developers."""
-    if "peagle_jax" in filename or "pallas_kernels" in filename:
+    from peagle_jax.models.config import DrafterWarning
+
+    if issubclass(category, DrafterWarning):
         print(f"peagle: {message}", file=sys.stderr)
 
 

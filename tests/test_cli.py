@@ -1,10 +1,14 @@
 """`peagle` as a user meets it: one JSON object, a stream, one-line errors, heads found by name."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
 
+import peagle_jax
 from peagle_jax import cli
 from peagle_jax.checkpoints.drafter_export import save_drafter
 from peagle_jax.checkpoints.hf_config import read_target_config
@@ -111,11 +115,17 @@ def test_accepted_drafts_are_coloured_on_request(capsys, models):
 
 
 BAD_FLAGS = {
-    "H1 K zero": (["-k", "0"], "-k/--num-speculative-tokens: '0' is not an integer from 1 to 31"),
-    "H1 K negative": (["-k", "-1"], "'-1' is not an integer from 1 to 31"),
-    "H1 K large": (["-k", "99"], "'99' is not an integer from 1 to 31"),
-    "H1 K a word": (["-k", "three"], "'three' is not an integer from 1 to 31"),
-    "H1 K missing": (["--num-speculative-tokens"], "expected one argument"),
+    **{
+        f"K {value}": (
+            ["-k", value],
+            f"-k/--num-speculative-tokens: {value!r} is not an integer from 1 to 31",
+        )
+        for value in ("0", "-1", "99", "three")
+    },
+    "K without a value": (
+        ["--num-speculative-tokens"],
+        "-k/--num-speculative-tokens: expected one argument",
+    ),
     "top_p zero": (["--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
     "top_p above": (["--top-p", "1.5"], "top_p must be above 0"),
     "temperature": (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
@@ -129,11 +139,23 @@ BAD_FLAGS = {
 
 
 @pytest.mark.parametrize(("flags", "message"), BAD_FLAGS.values(), ids=BAD_FLAGS)
-def test_bad_flags_exit_2_with_one_line(capsys, flags, message):
+def test_bad_flags_exit_2_with_one_line_H1(capsys, flags, message):
     last = [] if flags == ["--num-speculative-tokens"] else ["hello"]
     code, out, err = run(capsys, "generate", *last, *flags)
     assert code == 2 and out == ""
     assert message in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.filterwarnings("default")
+def test_K_above_the_trained_depth_warns_once_and_the_default_is_within_H1(capsys, models):
+    target = str(models / "openai" / "gpt-oss-20b")
+    code, _, err = run(
+        capsys, "generate", "--target", target, "-k", "6", "--max-tokens", "1", PROMPT
+    )
+    assert code == 0 and len(err.splitlines()) == 1
+    assert "num_speculative_tokens 6 is above the 4 depths" in err
+    engine = peagle_jax.load(target)
+    assert engine.generate_fn(cache_length=64).num_speculative_tokens == 4
 
 
 def test_bad_requests_exit_1_with_one_line(capsys, models):
@@ -182,14 +204,60 @@ def test_convert_writes_what_loads_again(capsys, models, tmp_path):
     assert code == 2 and "--dtype has no meaning for a drafter" in err
 
 
-def test_doctor_says_what_runs(capsys):
+def test_doctor_says_what_runs_H6(capsys):
     code, out, _ = run(capsys, "doctor", "--json")
     content = json.loads(out)
     assert code == 0 and content["backend"] == "cpu"
     assert set(content["implementations"].values()) == {"reference"}
 
 
-def test_help_needs_no_device(capsys):
+# Every module, then commands; on a platform that is not there, so that looking for devices fails.
+_WITHOUT_DEVICES = """
+import importlib, pkgutil, sys
+import pallas_kernels, peagle_jax, train
+for package in (pallas_kernels, peagle_jax, train):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+from peagle_jax import cli
+from train.cli import main as train_main
+source, destination = sys.argv[1:]
+for main, arguments in (
+    (cli.main, ["--help"]),
+    (cli.main, ["generate", "--help"]),
+    (cli.main, ["bench", "--help"]),
+    (cli.main, ["models"]),
+    (cli.main, ["convert", source, destination]),
+    (train_main, ["--help"]),
+):
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    assert not code, (arguments, code)
+import jax
+try:
+    jax.devices()
+except RuntimeError:
+    print("no devices")
+"""
+
+
+def test_imports_help_and_convert_look_for_no_device_H6(models, tmp_path):
+    arguments = (str(models / "openai" / "gpt-oss-20b"), str(tmp_path / "out"))
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_DEVICES, *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "nowhere"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("no devices\n"), "the platform was there after all"
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_no_command_and_the_version(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0 and "generate" in out
     assert run(capsys)[0] == 2

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from peagle_jax.checkpoints.drafter_keys import MASK_KEYS, HeadKeys, HeadLayout, head_keys
 from peagle_jax.checkpoints.fields import CheckpointError, Fields, PathLike, read_json
 from peagle_jax.checkpoints.rope_config import LAYER_TYPES, rope_config
-from peagle_jax.models.config import DrafterConfig, LayerConfig, TargetConfig
+from peagle_jax.models.config import DrafterConfig, DrafterWarning, LayerConfig, TargetConfig
 
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 
@@ -40,10 +40,6 @@ _UNSUPPORTED_EAGLE: dict[str, tuple[Any, ...]] = {
     "use_mtp_layernorm": (False,),
     "parallel_draft_step": (1,),
 }
-
-
-class DrafterWarning(UserWarning):
-    """Something about a drafter was guessed or left unused, and may be wrong."""
 
 
 def read_drafter_config(

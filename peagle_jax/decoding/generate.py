@@ -31,7 +31,7 @@ from peagle_jax.decoding.requests import Features, Requests, make_requests
 from peagle_jax.decoding.rounds import Params, decode_round, prefill_chunk
 from peagle_jax.decoding.state import DecodeState, admit, init_state
 from peagle_jax.models.cache import KVCache, init_cache
-from peagle_jax.models.config import TargetConfig
+from peagle_jax.models.config import DrafterWarning, TargetConfig
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.target import Target
 from peagle_jax.sharding import batch_sharding, cache_shardings
@@ -335,6 +335,7 @@ def make_generate_fn(
         warnings.warn(
             f"the drafter is configured for {draft_config.max_positions} positions and will run "
             f"to {context_length}, the target's context; its rotary embedding is computed there",
+            DrafterWarning,
             stacklevel=2,
         )
     graph, target_params = nnx.split(target)

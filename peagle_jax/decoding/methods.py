@@ -17,7 +17,7 @@ from peagle_jax.decoding.drafting import (
     PromptLookup,
 )
 from peagle_jax.decoding.params import check_num_speculative_tokens
-from peagle_jax.models.config import DrafterConfig, TargetConfig
+from peagle_jax.models.config import DrafterConfig, DrafterWarning, TargetConfig
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.drafter import check_num_speculative_tokens as check_window
 from peagle_jax.sharding import RULES
@@ -43,6 +43,7 @@ def resolve_num_speculative_tokens(config: DrafterConfig | None, value: int | No
         warnings.warn(
             f"num_speculative_tokens {value} is above the {depths} depths that this drafter was "
             "trained for; drafts beyond them will rarely be accepted",
+            DrafterWarning,
             stacklevel=3,
         )
     return value

@@ -9,6 +9,10 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 RouterOrder = Literal["topk_softmax", "softmax_topk"]
 
 
+class DrafterWarning(UserWarning):
+    """Something about a drafter was guessed or left unused, or is asked beyond its training."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding of one layer kind; half-split, frequencies as in the family's paper.
