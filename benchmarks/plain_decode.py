@@ -9,6 +9,24 @@ Writes plain_decode.json beside this file.
 
 Needs the extra `parity` (torch). transformers runs with its dynamic cache, and with a static cache
 and compilation where that works.
+
+Goals: twice the compiled transformers at batch 1 (met: 40.4 against 17.0 tokens/s); a pass over
+eight rows at most 1.5 times one over a single row (missed: 2.5). What was tried for the second, with
+the thirty layers' products alone (`benchmarks.layouts`; two cores with AVX2, quiet, milliseconds for
+1, 6 and 8 rows):
+
+    as built: [in, out], qkv and gate/up fused, layers unrolled     19.0   39.9   39.9
+    q, k, v, gate and up apart                                      21.7   37.1   40.1
+    fused, stored [out, in]                                         14.8   37.9   41.4
+    fused, layers scanned (compiles in 0.3 s for 1.2 s)             46.1   52.2   53.6
+    panels of 16 columns summed by XLA's loops                         -   26.8   34.5
+
+Scanning loses, since each layer's weights are copied out of the stack. Storing [out, in] would gain
+a fifth at one row and nothing at eight; on another machine of the same name it gained 1.4 times at
+eight. Panels gain up to a third for a few rows, but take one row or a prompt in another layout, so
+that a model would be held twice; they were left out. XLA's options for other product libraries on
+CPUs gave nothing (YNNPACK: 42 ms at eight rows) or are not in its build (oneDNN, XNNPACK). PyTorch
+takes 46 to 66 ms for the same products at six and eight rows.
 """
 
 import argparse
