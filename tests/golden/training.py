@@ -1,5 +1,7 @@
 """`python -m tests.golden training FOLDER...`: a public library's P-EAGLE loss and gradients.
 
+A folder whose inputs have no draw holds an EAGLE-3 head (`tests.golden.eagle3`).
+
 Each folder holds a drafter, one batch with its draw, and what `speculators` computed from them; see
 its README. Everything goes through the public functions of `train`, in each partition mode.
 """
@@ -16,7 +18,7 @@ import numpy as np
 from peagle_jax.checkpoints.drafter_files import load_drafter
 from peagle_jax.checkpoints.drafter_tensors import drafter_parts
 from peagle_jax.checkpoints.safetensors_file import open_safetensors
-from tests.golden import report
+from tests.golden import eagle3, report
 from train.losses import Objective
 from train.objective import element_hidden, loss_sum, make_objective, value_and_grad
 from train.parameters import Trained, kept_ids, parameters_of, split
@@ -196,7 +198,7 @@ def check_folders(folders: Iterable[str]) -> Iterator[report.Case]:
     """One case per folder and partition mode, with the largest difference of each kind."""
     for folder in map(Path, folders):
         try:
-            found = list(check(folder))
+            found = list(_check_of(folder))
         except (OSError, ValueError) as error:
             yield report.Case(name=str(folder), errors={}, problem=str(error))
             continue
@@ -210,6 +212,11 @@ def check_folders(folders: Iterable[str]) -> Iterator[report.Case]:
             errors[kind] = (worst if difference <= worst else difference, allowed)
         for mode, errors in modes.items():
             yield report.Case(name=f"{folder} {mode}".strip(), errors=errors)
+
+
+def _check_of(folder: Path) -> Iterator[tuple[str, float, float]]:
+    parallel = "anchor_pos" in open_safetensors(folder / "inputs.safetensors").tensors
+    return check(folder) if parallel else eagle3.check(folder)
 
 
 def _tensors(path: Path) -> dict[str, np.ndarray]:

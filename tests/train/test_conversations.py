@@ -166,6 +166,26 @@ def test_data_set_folders_are_read_through_datasets(tmp_path, monkeypatch):
         list(read_rows([empty]))
 
 
+@pytest.mark.parametrize("kind", ["save_to_disk", "parquet"])
+def test_real_data_set_folders_give_their_rows(tmp_path, kind):
+    datasets = pytest.importorskip("datasets")
+    assistant = {"role": "assistant", "content": "yo", "reasoning_content": "hm"}
+    messages = [{"role": "user", "content": "hi", "reasoning_content": None}, assistant]
+    table = datasets.Dataset.from_list([{"messages": messages}, {"messages": []}])
+    folder = tmp_path / "rows"
+    if kind == "parquet":
+        folder.mkdir()
+        table.to_parquet(folder / "part-0.parquet")
+    else:
+        table.save_to_disk(folder)
+    row, empty = read_rows([folder])
+    assert isinstance(row, Conversation) and isinstance(empty, BadRow)
+    user, answer = row.messages
+    # A table fills absent keys in with nulls; they are absent here.
+    assert user == {"role": "user", "content": "hi"}
+    assert answer["content"] == "yo" and answer["reasoning_content"] == "hm"
+
+
 def test_data_set_folder_without_datasets_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets"):
