@@ -91,6 +91,7 @@ class Engine:
         self._force_method = force_method
         self._mesh = mesh
         self._programs: dict[tuple, GenerateFn] = {}
+        self._ready: set[tuple[GenerateFn, int, int]] = set()  # compiled for (batch, chunk)
         ids = {*target.config.eos_token_ids, *tokenizer.stop_ids}
         self.stop_ids = tuple(sorted(i for i in ids if i < target.config.vocab_size))
 
@@ -255,6 +256,21 @@ def batch_bucket(size: int, largest: int) -> int:
     return min(1 << (size - 1).bit_length(), largest)
 
 
+def compile_without_running(
+    fn: GenerateFn,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    batch_size: int,
+    chunk: int,
+) -> None:
+    """Compile the programs of a batch with nothing to do, so that no later time holds it."""
+    state = fn.init(prompts, params, batch_size=batch_size)
+    nothing_left = state.prefilled + state.requests.prompt_length
+    state = dataclasses.replace(state, prefilled=nothing_left)
+    state = fn.compiled.prefill(fn.params, state, chunk=chunk)
+    jax.block_until_ready(fn.compiled.step(fn.params, state, np.int32(0)))
+
+
 @dataclasses.dataclass
 class _Row:
     """One request on the host: its tokens so far and their text."""
@@ -288,6 +304,9 @@ class _Batch:
             _Row(TextStream(engine.tokenizer, one.stop, min_tokens=one.min_tokens))
             for one in params
         ]
+        if (fn, batch_size, chunk) not in engine._ready:
+            compile_without_running(fn, prompts, params, batch_size, chunk)
+            engine._ready.add((fn, batch_size, chunk))
         self._started = time.perf_counter()
         state = fn.init(prompts, params, batch_size=batch_size)
         state = fn.compiled.prefill(fn.params, state, chunk=chunk)

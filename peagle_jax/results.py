@@ -16,7 +16,7 @@ class Stats:
       num_rounds: target passes after prefill; each verifies the drafts of one draft pass.
       acceptance: what was drafted and accepted.
       time_to_first_token_s: seconds until prefill was ready, of the slowest request where several.
-      total_s: seconds until the output was ready, compilation included where there was any.
+      total_s: seconds until the output was ready. Neither holds compilation, which comes before.
     """
 
     num_prompt_tokens: int

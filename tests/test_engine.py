@@ -1,12 +1,15 @@
 """The engine: prompts to text, stop strings, streaming, results, and errors at the edge."""
 
 import dataclasses
+import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle_jax import engine as engine_module
 from peagle_jax.decoding.params import SamplingParams
 from peagle_jax.engine import Engine, batch_bucket, cache_bucket
 from peagle_jax.models.target import init_target
@@ -146,6 +149,34 @@ def test_logprobs_are_of_the_raw_logits(random_engine):
         assert set(one.top) == set(np.argsort(-row)[:3].tolist())
 
 
+def test_a_step_that_fails_spoils_no_later_call_I8(chain, monkeypatch):
+    """The state is donated to the step that fails; nothing of it is used again."""
+    params, fn = SamplingParams(max_tokens=14), chain.generate_fn(cache_length=256)
+    compiled = fn.compiled
+
+    def fails(values, state, num_rounds):
+        compiled.step(values, state, np.int32(1))
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(fn.__dict__, "compiled", dataclasses.replace(compiled, step=fails))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            chain.generate("a", params, chat=False)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            list(chain.stream("a", params, chat=False))
+    [result] = chain.generate("a", params, chat=False)
+    assert bytes(result.token_ids) == spelled(1, 14)
+
+
+def test_streams_side_by_side_share_no_cache_I8(chain):
+    params = SamplingParams(max_tokens=9)
+    streams = [chain.stream([CYCLE[start]], params) for start in (0, 3)]
+    next(chain.stream([CYCLE[1]], params))  # one that nobody reads on
+    pieces = list(zip(*streams, strict=True))
+    for start, result in zip((0, 3), (piece.result for piece in pieces[-1]), strict=True):
+        assert bytes(result.token_ids) == spelled(start + 1, 9)
+
+
 def test_more_prompts_than_a_batch_come_back_in_order(chain):
     starts = [0, 3, 9, 11, 2]
     prompts = [[CYCLE[i]] for i in starts]
@@ -162,6 +193,27 @@ def test_programs_are_made_once(chain):
     assert len(chain._programs) == before
     fn = chain.generate_fn(cache_length=256)
     assert fn.compiled.step._cache_size() <= 3  # batches of 1, 2 and 4 rows
+
+
+def test_figures_hold_no_compilation(chain, monkeypatch):
+    """Every program is compiled before the clock starts, and none while it runs."""
+    k, compiled_by_then = 6, []
+    fn = chain.generate_fn(cache_length=256, method="prompt-lookup", num_speculative_tokens=k)
+
+    def reading():
+        programs = fn.compiled.prefill, fn.compiled.step
+        compiled_by_then.append([program._cache_size() for program in programs])
+        return time.perf_counter()
+
+    monkeypatch.setattr(engine_module, "time", types.SimpleNamespace(perf_counter=reading))
+    [result] = chain.generate(
+        [[CYCLE[0]]],
+        SamplingParams(max_tokens=20),
+        method="prompt-lookup",
+        num_speculative_tokens=k,
+    )
+    assert result.stats.num_output_tokens == 20
+    assert len(compiled_by_then) > 2 and all(found == [1, 1] for found in compiled_by_then)
 
 
 BAD = {
