@@ -146,7 +146,7 @@ def start(recipe: Recipe, target: Target, source: SampleSource) -> tuple[Drafter
         config = drafter_config(target.config, part, mask_token_id=mask, num_depths=depths)
         kept = None
         if part.draft_vocab_size not in (None, target.config.vocab_size):
-            kept = _draft_vocabulary(source, part.draft_vocab_size)
+            kept = _draft_vocabulary(source, part.draft_vocab_size, part.vocabulary)
         params = start_parameters(
             config,
             target,
@@ -221,13 +221,14 @@ def _mask_token(recipe: Recipe, target: Target) -> int:
     )
 
 
-def _draft_vocabulary(source: SampleSource, size: int) -> np.ndarray:
-    inner = _inner(source)
+def _draft_vocabulary(source: SampleSource, size: int, path: str | None) -> np.ndarray:
+    inner = _inner(source) if path is None else open_prepared(path)
     if isinstance(inner, PreparedData):
         return inner.draft_vocabulary(size).target_ids
     raise ValueError(
         "drafter.draft_vocab_size needs the token counts of a prepared data set; a store of hidden "
-        "states has none. Start from a head that has the vocabulary, or train on prepared data."
+        "states has none. Name the prepared rows that it was captured from in drafter.vocabulary, "
+        "or start from a head that has the vocabulary."
     )
 
 

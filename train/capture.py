@@ -12,7 +12,7 @@ from train.data.pack import Sample, lay_out
 from train.data.prepared import PreparedData
 from train.feed import target_states
 
-_BUCKET = 256
+_SMALLEST = 64  # tokens that padded lengths are multiples of, at least
 
 
 def capture(
@@ -83,7 +83,9 @@ def _batches(
     for start in range(0, len(ordered), batch_size):
         part = ordered[start : start + batch_size]
         longest = int(lengths[part[-1]])
-        yield part, -(-longest // _BUCKET) * _BUCKET
+        # Eight lengths to each doubling: few programs, and at most an eighth of padding.
+        unit = max(_SMALLEST, 1 << max(0, longest.bit_length() - 4))
+        yield part, -(-longest // unit) * unit
 
 
 def _states(

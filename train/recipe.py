@@ -32,6 +32,8 @@ class DrafterPart:
     start: "new", "target-layers" (matrices of the target's last layers where they fit), or "head"
     (the folder `path`, whose own sizes then hold). taps: None is (2, L // 2, L - 3). mask_token_id:
     None asks for the first id that the tokenizer leaves unused. draft_vocab_size: None is all.
+    vocabulary: prepared data set whose token counts choose the draft vocabulary; None is the
+    training data, which then must be prepared rows, as a store of hidden states has no counts.
     intermediate_size: None is the target's, or 3 x hidden for a target of experts.
     """
 
@@ -42,6 +44,7 @@ class DrafterPart:
     taps: tuple[int, ...] | None = None
     mask_token_id: int | None = None
     draft_vocab_size: int | None = None
+    vocabulary: str | None = None
     intermediate_size: int | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -155,7 +158,9 @@ class Recipe:
 
 
 # What may differ between a run and its resumption: where and how often, not what.
-_FREE = ("mesh", "output", "data.read_threads", "target.path", "data.path", "data.validation")
+_FREE = ("mesh", "output", "data.read_threads", "target.path", "data.path", "data.validation",
+    "drafter.vocabulary",
+)  # fmt: skip
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -128,6 +128,7 @@ def session_maker(
     *,
     with_peers: bool = False,
     rounds_per_step: int = 1,
+    refill: int = 1,
 ) -> Iterator[Any]:
     """A function (arm, concurrency) -> session for `measure`, all with the same cache length and
     prefill chunk. Peers run at concurrency 1 alone, and are loaded here, so that they lie on disk
@@ -157,7 +158,9 @@ def session_maker(
             )
             # Most prompts in one pass; a chunk for the longest would burden all the others.
             chunk = prompt_bucket(lengths[len(lengths) // 2], fn.max_prefill_chunk)
-            return Session(fn, concurrency, chunk=chunk, rounds_per_step=rounds_per_step)
+            return Session(
+                fn, concurrency, chunk=chunk, rounds_per_step=rounds_per_step, refill=refill
+            )
 
         yield make
 

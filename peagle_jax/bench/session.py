@@ -71,13 +71,16 @@ class Session:
         *,
         chunk: int,
         rounds_per_step: int = 1,
+        refill: int = 1,
         clock: Clock = time.perf_counter,
     ):
         """fn: a GenerateFn. chunk: prompt rows of one prefill pass; longer prompts take several.
-        rounds_per_step: rounds between two looks at which rows are done.
+        rounds_per_step: rounds between two looks at which rows are done. refill: free rows to wait
+        for before they take the next requests; 1 is at once.
         """
         self.fn, self.concurrency, self.chunk = fn, concurrency, chunk
         self.rounds_per_step, self.clock = rounds_per_step, clock
+        self.refill = min(refill, concurrency)
         self._state: Any = None
 
     def warm_up(self, requests: Sequence[Request]) -> float:
@@ -102,7 +105,8 @@ class Session:
         while waiting or in_flight:
             free = [row for row in range(self.concurrency) if row not in in_flight]
             rows = free[: len(waiting)]
-            if rows:
+            # A prefill pass runs all rows of the batch, however few of them are new.
+            if len(rows) >= min(self.refill, len(waiting)) > 0:
                 filled = self.clock()
                 taken = [waiting.popleft() for _ in rows]
                 prompts = [requests[index].prompt for index in taken]

@@ -77,6 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rounds between two looks for finished rows (default 1)",
     )
+    group.add_argument(
+        "--refill",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="free rows to wait for before they take the next prompts (default 1: at once). A "
+        "prefill pass runs all rows in flight, so more saves work where only acceptance matters",
+    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--json", action="store_true", help="print one JSON object to standard output, no table"
@@ -163,6 +171,7 @@ def run_with(models: Any, prompts: Any, arguments: argparse.Namespace) -> int:
                 requests,
                 with_peers=any(arm.method in PEERS for arm in arms),
                 rounds_per_step=arguments.rounds_per_step,
+                refill=arguments.refill,
             )
         )
         turns = measure(
@@ -255,6 +264,7 @@ def _settings(arguments: argparse.Namespace, requests: list[Any]) -> dict[str, A
         "chat_template": not arguments.no_chat,
         "repeats": arguments.repeats,
         "rounds_per_step": arguments.rounds_per_step,
+        "refill": arguments.refill,
         "warm_up": "each program once on two tokens, before the times",
     }
 

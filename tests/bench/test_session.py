@@ -134,6 +134,25 @@ def test_compilation_is_in_the_warm_up_and_in_no_figure_H5():
     assert row["time_per_output_token_ms"]["mean"] == pytest.approx(2000)
 
 
+def test_refill_waits_for_free_rows_and_serves_all():
+    def prefills(refill):
+        fn = FakeFn(2)
+        calls = []
+        real = fn.compiled.prefill
+        fn.compiled.prefill = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
+        session = Session(fn, 2, chunk=16, refill=refill, clock=fn.clock)
+        requests = [request(i, (1,), 2 + 3 * (i % 2)) for i in range(5)]
+        session.warm_up(requests)
+        calls.clear()
+        done = session.run(requests)
+        assert [one.name for one in done.records] == [one.name for one in requests]
+        assert [len(one.token_ids) for one in done.records] == [2, 5, 2, 5, 2]
+        return len(calls)
+
+    assert prefills(2) == 3  # two, two, and the last one alone
+    assert prefills(1) > 3
+
+
 def test_time_to_first_token_counts_from_the_refill():
     fn = FakeFn(2)
     session = Session(fn, 2, chunk=16, clock=fn.clock)

@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "sources", nargs="+", help=".jsonl, .json list, or Hugging Face data set folder"
     )
-    parser.add_argument("--target", required=True, help="folder or .gguf of the target model")
+    parser.add_argument("--target", required=True, help="folder, .gguf file or name of the target")
     parser.add_argument("--output", required=True, help="folder to write the data set to")
     parser.add_argument("--max-length", type=int, default=8192, help="tokens kept of a row")
     parser.add_argument(
@@ -40,13 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from peagle_jax.loading import find_target
     from peagle_jax.text.tokenizer import load_tokenizer
     from train.data.preparation import PrepareSettings, prepare
 
-    tokenizer = load_tokenizer(args.target)
+    target = find_target(args.target)
+    tokenizer = load_tokenizer(target)
     settings = PrepareSettings(
         max_length=args.max_length,
-        vocab_size=args.vocab_size or _vocab_size(args.target) or tokenizer.vocab_size,
+        vocab_size=args.vocab_size or _vocab_size(target) or tokenizer.vocab_size,
         reasoning=args.reasoning,
         template_kwargs=_template_kwargs(args.template_arg),
         draft_vocab_size=args.draft_vocab_size,
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _vocab_size(target: str) -> int | None:
+def _vocab_size(target: str | Path) -> int | None:
     path = Path(target) / "config.json"
     if not path.is_file():
         return None
