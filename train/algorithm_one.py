@@ -4,6 +4,8 @@ Segment s holds its own depth-0 rows and rollouts, and recomputes all depth-0 ro
 context, with gradient. It is here to be compared with; `objective` has the cheaper partition.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -80,16 +82,31 @@ def segments_grad(
     labels = target_labels(objective, frozen, head, rows)
     plan = objective.chunks
     chunks = segment_rollouts(lengths, plan.num_chunks, plan.capacity)
-    sums, grads, correct = zero_sums(objective.num_depths), None, None
-    for segment in range(plan.num_chunks):
-        run = jax.value_and_grad(
-            lambda p, c, s=segment: segment_loss(
-                objective, p, frozen, head, rows, labels, chunks, s, c
-            ),
-            has_aux=True,
-        )
-        (_, (own, correct)), added = run(learned, correct)
-        sums, grads = add(sums, own), added if grads is None else add(grads, added)
-        # One segment after the other, or the memory of all would be needed at once.
-        learned, grads, correct = jax.lax.optimization_barrier((learned, grads, correct))
+
+    def of_segment(segment: int) -> Callable[[Array], tuple[Sums, Params, Array]]:
+        def run(correct: Array) -> tuple[Sums, Params, Array]:
+            (_, (own, correct)), grads = jax.value_and_grad(
+                lambda p: segment_loss(
+                    objective, p, frozen, head, rows, labels, chunks, segment, correct
+                ),
+                has_aux=True,
+            )(learned)
+            return own, grads, correct
+
+        return run
+
+    segments = [of_segment(segment) for segment in range(plan.num_chunks)]
+
+    def step(segment: Array, carry: tuple[Sums, Params, Array]) -> tuple[Sums, Params, Array]:
+        sums, grads, correct = carry
+        own, added, correct = jax.lax.switch(segment, segments, correct)
+        return add(sums, own), add(grads, added), correct
+
+    # A loop, or the compiler may keep the gradients of all segments at once.
+    nothing = (
+        zero_sums(objective.num_depths),
+        jax.tree.map(jnp.zeros_like, learned),
+        jnp.zeros_like(rows.loss_mask),
+    )
+    sums, grads, _ = jax.lax.fori_loop(jnp.int32(0), jnp.int32(plan.num_chunks), step, nothing)
     return sums, grads
