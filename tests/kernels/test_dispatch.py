@@ -1,5 +1,6 @@
 """Choice of implementation, the tables of devices and launches, and the doctor."""
 
+import collections
 import functools
 
 import jax
@@ -8,8 +9,21 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import ahead_of_time, dispatch, doctor, fill_hidden, launch, memory
+from pallas_kernels import (
+    ahead_of_time,
+    dispatch,
+    doctor,
+    expand_batch,
+    fill_hidden,
+    launch,
+    memory,
+    short_query_attention,
+)
 from pallas_kernels.devices import DEVICES, find_device, get_device
+from pallas_kernels.expand_batch import shapes as expand_shapes
+from pallas_kernels.fill_hidden import shapes as fill_shapes
+from pallas_kernels.short_query_attention import shapes as attention_shapes
+from pallas_kernels.vocab_loss import shapes as loss_shapes
 from tests.kernels.compile_for_gpu import needs_cuda_plugin
 
 ARGUMENTS = (
@@ -25,7 +39,7 @@ def fill(implementation=None):
     return jax.jit(functools.partial(fill_hidden, implementation=implementation))
 
 
-def test_default_works_on_this_platform():
+def test_default_works_on_this_platform_I12():
     np.testing.assert_array_equal(fill()(*ARGUMENTS), EXPECTED)
 
 
@@ -79,7 +93,7 @@ def test_vmap_of_the_kernel():
     np.testing.assert_array_equal(filled[1], [[14, 15], [9, 9], [10, 11]])
 
 
-def test_the_interpreter_poisons_what_a_kernel_does_not_write():
+def test_the_interpreter_poisons_what_a_kernel_does_not_write_I5():
     """The oracle tests rely on it: a missing store shows as NaN or the least integer."""
 
     def write_half(float_ref, integer_ref):
@@ -100,11 +114,54 @@ def test_the_interpreter_poisons_what_a_kernel_does_not_write():
 class TestCompiled:
     pytestmark = needs_cuda_plugin
 
-    def test_default_holds_the_kernel_and_reference_does_not(self):
+    def test_default_holds_the_kernel_and_reference_does_not_I12(self):
         for implementation, kernels in ((None, ["fill_hidden"]), ("reference", [])):
             run = functools.partial(fill_hidden, implementation=implementation)
             compiled = ahead_of_time.compile_for(run, "h200", *ARGUMENTS)
             assert ahead_of_time.kernel_calls(compiled.as_text()) == kernels
+
+    def test_sizes_that_are_no_powers_of_two_I6(self):
+        """K of 10 and 7, three requests and one, 130 wide, heads of 80, 61 ids of 157.
+
+        Interpreted kernels take any block; Triton alone wants powers of two and dots of 16.
+        """
+        expansions = [
+            expand_shapes.Shape(name="", decodes=3, drafts=10),
+            expand_shapes.Shape(name="", decodes=1, drafts=7, prefills=2, chunk=5),
+        ]
+        filled = fill_shapes.Shape(name="", requests=3, rows=11, drafts=10, hidden_size=130)
+        attended = attention_shapes.Shape(
+            name="", requests=3, rows=11, heads=6, kv_heads=3, head_dim=80, slots=100
+        )
+        judged = loss_shapes.Shape(
+            name="", hidden=130, target_hidden=130, vocab=157, draft_vocab=61, rows=21
+        )
+
+        def program(rows, hidden, attention, loss):
+            expanded = [
+                expand_batch(*positional, **arrays, **shape.keywords())
+                for shape, (positional, arrays) in zip(expansions, rows, strict=True)
+            ]
+            positional, arrays = attention
+            return (
+                expanded,
+                fill_hidden(*hidden),
+                short_query_attention(*positional, **arrays, **attended.keywords()),
+                loss_shapes.losses_and_gradients(judged, loss),
+            )
+
+        compiled = ahead_of_time.compile_for(
+            program,
+            "a100",
+            [expand_shapes.abstract_arguments(shape) for shape in expansions],
+            fill_shapes.abstract_arguments(filled),
+            attention_shapes.abstract_arguments(attended),
+            loss_shapes.abstract_arguments(judged),
+        )
+        found = collections.Counter(ahead_of_time.kernel_calls(compiled.as_text()))
+        assert found["expand_batch"] == 2
+        assert found["fill_hidden"] == found["short_query_attention"] == 1
+        assert found["vocab_loss_statistics"] and found["vocab_loss_derivative"]
 
 
 class TestTables:

@@ -148,6 +148,42 @@ def test_rollouts(implementation, window):
         check_rollouts(arrays, packing, *found, window)
 
 
+def test_who_sees_whom_in_the_published_example_A6(implementation):
+    """Values are one-hot in their element and all scores are equal: an output is what was seen."""
+    anchors = [0, 1, 2, 3, 4, 5, 0, 1, 3, 4, 0, 3, 0]
+    depths = [0] * 6 + [1] * 4 + [2] * 2 + [3]
+    # Mask rows sorted by anchor, a rollout kept whole.
+    order = sorted(range(6, 13), key=lambda element: (anchors[element], depths[element]))
+    ids = np.full((2, N), -1, np.int32)
+    ids[0, :6] = 0
+    packing = oracle.Packing(
+        ids, np.zeros((2, M), np.int32), np.zeros((2, M), np.int32), np.zeros((2, M), bool)
+    )
+    of_real, of_masked = (
+        {name: np.zeros_like(array) for name, array in make_arrays(0, rows=rows).items()}
+        for rows in (N, M)
+    )
+    for arrays in (of_real, of_masked):
+        arrays["v"][0, range(6), :, range(6)] = 1
+    for row, element in enumerate(order):
+        packing.anchors[0, row], packing.depths[0, row] = anchors[element], depths[element]
+        packing.valid[0, row] = True
+        of_masked["own_v"][0, row, :, element] = 1
+    options = {"window": None, "implementation": implementation}
+    real, _ = run_documents(of_real, ids, **options)
+    masked, _ = rollouts(of_masked, packing, **options)
+    sees = {}
+    for element, out in [*enumerate(real[0, :6]), *zip(order, masked[0], strict=False)]:
+        for head in np.asarray(out):
+            sees[element] = set(np.flatnonzero(head).tolist())
+            share = [1 / len(sees[element])] * len(sees[element])
+            np.testing.assert_allclose(head[sorted(sees[element])], share, rtol=1e-6)
+    assert sum(map(len, sees.values())) == 50
+    assert sees[9] == {0, 1, 2, 3, 4, 9}
+    assert sees[11] == {0, 1, 2, 3, 8, 11}
+    assert sees[12] == {0, 6, 10, 12}
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**31),

@@ -326,7 +326,7 @@ def test_gradients():
         np.testing.assert_allclose(found[number], expected, atol=2e-5)
 
 
-def test_requests_and_heads_are_split_over_a_mesh():
+def test_requests_and_heads_are_split_over_a_mesh_I11():
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     case = Case(requests=2, heads=4, kv_heads=2, sinks=True)
     arguments, expected = make_arguments(case, 1, 10**6)
