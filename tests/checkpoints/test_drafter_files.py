@@ -113,7 +113,7 @@ def test_mask_hidden_of_any_shape_with_the_right_size(heads, head, shape):
     assert_same(load_drafter(head(mask_hidden=value)), heads[1]["small"])
 
 
-def test_D6_missing_mask_hidden(head):
+def test_missing_mask_hidden_D6(head):
     """Import of a parallel-drafting head without mask_hidden raises (pitfall D6)."""
     with pytest.raises(CheckpointError, match="mask_hidden.*parallel_drafting=False"):
         load_drafter(head(mask_hidden=None))
@@ -129,21 +129,21 @@ def test_p_eagle_head_for_eagle3_drafting(heads, head):
     "name",
     ["midlayer.input_layernorm.weight", "norm.weight", "fc.weight", "layers.1.mlp.up_proj.weight"],
 )
-def test_D13_any_missing_tensor_is_named(head, name):
+def test_any_missing_tensor_is_named_D13(head, name):
     """No tensor but embedding and head may be missing (pitfall D13)."""
     plain = name.replace("midlayer", "layers.0")
     with pytest.raises(CheckpointError, match=rf"model.safetensors: tensors are missing: {plain}"):
         load_drafter(head(**{name.replace(".", "__"): None}))
 
 
-def test_D13_unexpected_tensors_are_named(head):
+def test_unexpected_tensors_are_named_D13(head):
     """A tensor that the config has no place for is an error (pitfall D13)."""
     extra = {"midlayer__self_attn__q_norm__weight": np.ones(6, np.float32)}
     with pytest.raises(CheckpointError, match="without a place: midlayer.self_attn.q_norm.weight"):
         load_drafter(head(**extra))
 
 
-def test_D13_embedding_comes_from_a_target_of_the_same_shape(heads, head):
+def test_embedding_comes_from_a_target_of_the_same_shape_D13(heads, head):
     """Missing embed_tokens: the target's where shapes match, else an error (pitfall D13)."""
     folder = head("full", embed_tokens__weight=None)
     target = numpy_target()
@@ -157,8 +157,20 @@ def test_D13_embedding_comes_from_a_target_of_the_same_shape(heads, head):
         load_drafter(folder, target=other)
 
 
+def test_embedding_of_a_scaling_target_is_borrowed_raw_D19(head):
+    """Gemma multiplies its embedding; a drafter takes the rows as they are unless its config says
+    otherwise."""
+    target, ids = numpy_target(embedding_scale=4.0), jnp.arange(32, dtype=jnp.int32)
+    rows = np.asarray(target.embedding.get_value())
+    folder = head("full", embed_tokens__weight=None)
+    np.testing.assert_array_equal(load_drafter(folder, target=target).embed(ids), rows)
+    config = json.loads((folder / "config.json").read_text()) | {"embedding_scale": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    np.testing.assert_array_equal(load_drafter(folder, target=target).embed(ids), 4 * rows)
+
+
 @pytest.mark.parametrize("tied", [False, True])
-def test_D13_head_is_borrowed_for_the_full_vocabulary_only(heads, head, tied):
+def test_head_is_borrowed_for_the_full_vocabulary_only_D13(heads, head, tied):
     """Missing lm_head: the target's for the full vocabulary, else an error (pitfall D13)."""
     target = numpy_target(tied_embeddings=tied)
     drafter = load_drafter(head("full", lm_head__weight=None), target=target)
@@ -166,7 +178,7 @@ def test_D13_head_is_borrowed_for_the_full_vocabulary_only(heads, head, tied):
     np.testing.assert_array_equal(drafter.head.get_value(), want)
 
 
-def test_D13_head_of_a_draft_vocabulary_must_be_there(head):
+def test_head_of_a_draft_vocabulary_must_be_there_D13(head):
     folder = head(lm_head__weight=None)
     with pytest.raises(CheckpointError, match="lm_head.weight is missing.*draft_vocab_size is 20"):
         load_drafter(folder, target=Target(small_target()))
@@ -215,7 +227,7 @@ def test_wrong_tensors_are_named_with_file_and_key(head, tensors, message):
     assert "model.safetensors: tensor" in str(caught.value)
 
 
-def test_D1_absolute_ids_in_place_of_offsets_are_refused(head):
+def test_absolute_ids_in_place_of_offsets_are_refused_D1(head):
     """arange as offsets would double every id (pitfall D1)."""
     with pytest.raises(CheckpointError, match="d2t maps draft id 16 to 32.*d2t holds offsets"):
         load_drafter(head(d2t=np.arange(20)))

@@ -47,20 +47,20 @@ def tile(tokens, first, valid, wanted, k, slots=32):
             [[20, 21, 22, -1, -1, -1], [7, 8, 9, 10, -1, -1]],
             [[0, 1, 2], [1, 2, 3]],
         ),
-        # A1 (K=4): two of four rows rejected; ids shift, positions do not.
+        # A1 (K=4): two of four rows rejected, and none of two; ids shift, positions do not.
         (
-            [5],
-            [[11, 12, 99]],
-            [2],
-            [[12, 99, M, M, M, 0, 0, 0]],
-            [[5, 6, 7, 8, 9, -1, -1, -1]],
-            [[1, 2, 3, 4]],
+            [5, 0],
+            [[11, 12, 99], [21, 22, 88]],
+            [2, 2],
+            [[12, 99, M, M, M, 0, 0, 0], [22, 88, M, M, M, 0, 0, 0]],
+            [[5, 6, 7, 8, 9, -1, -1, -1], [0, 1, 2, 3, 4, -1, -1, -1]],
+            [[1, 2, 3, 4], [1, 2, 3, 4]],
         ),
         # A4: a prompt of one token gives one row, (first output token, target state 0).
         ([0], [[7, 42]], [1], [[42, M, M, 0, 0, 0]], [[0, 1, 2, -1, -1, -1]], [[0, 1, 2]]),
     ],
 )
-def test_examples(first, tokens, valid, ids, positions, sample):
+def test_examples_A1_A4(first, tokens, valid, ids, positions, sample):
     k = len(sample[0])
     found = tile(tokens, first, valid, [k] * len(first), k)
     assert found.token_ids.tolist() == ids

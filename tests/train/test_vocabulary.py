@@ -24,9 +24,10 @@ def test_ids_outside_the_vocabulary_are_refused(token):
         ([0, 0, 9, 0, 0], 3, [0, 1, 2]),  # filled up with the lowest unused ids
         ([1, 2, 3, 4, 5], 3, [2, 3, 4]),  # ascending, not by count
         ([1, 2, 3], 3, [0, 1, 2]),
+        ([0, 0, 7, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0], 8, [0, 1, 2, 3, 4, 5, 6, 9]),
     ],
 )
-def test_choice_and_maps(counts, size, kept):
+def test_choice_and_maps_D4(counts, size, kept):
     chosen = choose_vocabulary(np.array(counts), size)
     assert chosen.target_ids.tolist() == kept
     assert (np.arange(size) + chosen.d2t).tolist() == kept and chosen.d2t.dtype == np.int64
