@@ -18,8 +18,14 @@ from peagle_jax.models.config import DrafterConfig
 from peagle_jax.models.target import Target
 from peagle_jax.sharding import make_mesh
 from train.data.hidden_store import HiddenStore, open_store
-from train.data.pack import Sample
-from train.data.pipeline import Batches, PipelineConfig, SampleSource, batches
+from train.data.pipeline import (
+    Batches,
+    PipelineConfig,
+    SampleSource,
+    Subset,
+    batches,
+    hold_out,
+)
 from train.data.prepared import PreparedData, open_prepared
 from train.feed import check_batch, on_devices, on_mesh, reading, target_states
 from train.loop import Run
@@ -56,28 +62,6 @@ class Assembled:
     state: TrainState
     config: DrafterConfig
     mesh: Mesh | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Some rows of a source, as a source."""
-
-    source: SampleSource
-    rows: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> Sample:
-        return self.source[int(self.rows[row])]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.source.lengths[self.rows]
-
-    @property
-    def digest(self) -> str:
-        return f"{self.source.digest} {self.rows.tolist()}"
 
 
 def assemble(recipe: Recipe, target: Target | None = None) -> Assembled:
@@ -164,26 +148,31 @@ def start(recipe: Recipe, target: Target, source: SampleSource) -> tuple[Drafter
 
 def open_data(recipe: Recipe) -> tuple[SampleSource, SampleSource | None]:
     """The training rows and the validation rows, None without any."""
-    source = _open(recipe.data.path)
+    source = _open(recipe.data.path, "data.path")
     if recipe.data.validation is not None:
-        return source, _open(recipe.data.validation)
-    held = recipe.data.validation_rows
-    if held == 0:
+        return source, _open(recipe.data.validation, "data.validation")
+    if recipe.data.validation_rows == 0:
         return source, None
-    if not 0 < held < len(source):
-        raise ValueError(f"data.validation_rows is {held}, {recipe.data.path} has {len(source)}.")
-    order = np.random.default_rng(recipe.train.seed).permutation(len(source))
-    return Rows(source, np.sort(order[held:])), Rows(source, np.sort(order[:held]))
+    try:
+        return hold_out(source, recipe.data.validation_rows, seed=recipe.train.seed)
+    except ValueError as error:
+        raise ValueError(f"data.validation_rows: {error}") from None
 
 
-def _open(path: str) -> SampleSource:
-    if (Path(path) / "manifest.json").is_file():
-        return open_prepared(path)
-    return open_store(path)
+def _open(path: str, key: str) -> SampleSource:
+    folder = Path(path)
+    if (folder / "manifest.json").is_file():
+        return open_prepared(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{key} is {path}: neither prepared rows (manifest.json) nor a store of hidden states "
+            "(*.safetensors) is there."
+        )
+    return open_store(folder)
 
 
 def _inner(source: SampleSource) -> SampleSource:
-    return source.source if isinstance(source, Rows) else source
+    return source.source if isinstance(source, Subset) else source
 
 
 def _residual(source: SampleSource) -> bool:

@@ -1,6 +1,7 @@
 """AdamW with clipping, warm-up and decay, as an optax transformation of named parameters."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -35,9 +36,12 @@ class OptimizerConfig:
             raise ValueError(f"schedule is {self.schedule!r}; choose linear, cosine or constant.")
         if not 0 <= self.warmup_ratio < 1:
             raise ValueError(f"warmup_ratio is {self.warmup_ratio}; at least 0 and below 1.")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; at least 0 and below 1.")
         for name in ("learning_rate", "clip", "weight_decay", "epsilon", "final_ratio"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it cannot be negative.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; a number from 0 on is needed.")
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:

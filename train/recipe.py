@@ -80,7 +80,7 @@ class ObjectivePart:
     num_depths: int = 8
     ratio: float = 0.8
     min_ratio: float = 0.0
-    loss: str = "kl"
+    loss: Literal["kl", "soft_ce", "ce", "tv", "nla", "lk_hybrid"] = "kl"
     outside: Literal["renormalise", "drop"] = "renormalise"
     partition: Literal["structured", "algorithm-1"] = "structured"
     chunk_rows: int | None = None
@@ -145,17 +145,50 @@ class Recipe:
     mesh: MeshPart = MeshPart()
 
     def __post_init__(self):
+        for name, least in _LEAST.items():
+            section, _, key = name.partition(".")
+            value = getattr(getattr(self, section), key)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; at least {least}.")
         if (self.train.steps is None) == (self.train.epochs is None):
             raise ValueError("train: give either steps or epochs.")
         if (self.drafter.start == "head") != (self.drafter.path is not None):
             raise ValueError('drafter: path belongs to start = "head", and it needs one.')
         if self.objective.kind == "p-eagle":
-            # Raises where the numbers cannot be; exact arithmetic needs them as written.
-            _ = self.objective.cod
-        for name in ("global_batch", "accumulation"):
-            if getattr(self.train, name) < 1:
-                raise ValueError(f"train.{name} is {getattr(self.train, name)}; at least 1.")
+            try:
+                _ = self.objective.cod
+            except ValueError as error:
+                raise ValueError(f"objective.{error}") from None
+        if self.drafter.taps == ():
+            raise ValueError("drafter.taps is empty; name at least one layer.")
 
+
+# Smallest value of each whole number.
+_LEAST = {
+    "data.sequence_length": 2,
+    "data.validation_rows": 0,
+    "data.read_threads": 0,
+    "drafter.num_layers": 1,
+    "drafter.mask_token_id": 0,
+    "drafter.draft_vocab_size": 1,
+    "drafter.intermediate_size": 1,
+    "objective.chunk_rows": 1,
+    "objective.num_segments": 1,
+    "objective.unroll_steps": 1,
+    "train.epochs": 1,
+    "train.steps": 1,
+    "train.global_batch": 1,
+    "train.accumulation": 1,
+    "train.seed": 0,
+    "mesh.data": 1,
+    "mesh.fsdp": 1,
+    "mesh.tensor": 1,
+    "mesh.sequence": 1,
+    "output.save_every": 0,
+    "output.keep": 1,
+    "output.validate_every": 0,
+    "output.log_every": 1,
+}
 
 # What may differ between a run and its resumption: where and how often, not what.
 _FREE = ("mesh", "output", "data.read_threads", "target.path", "data.path", "data.validation",
@@ -172,7 +205,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not TOML: {error}") from None
     for override in overrides:
         name, equals, text = override.partition("=")

@@ -139,16 +139,15 @@ def test_a_position_of_other_data_is_refused(source, changes):
 
 
 def test_held_out_rows_are_never_trained_on():
-    train, held = hold_out(Rows(10), 0.2, seed=1)
+    train, held = hold_out(Rows(10), 2, seed=1)
     assert len(train) == 8 and len(held) == 2 and train.digest != held.digest
     trained = np.ravel(run(train, epochs=3))
     assert set(trained) | set(held.rows) == set(range(10)) and not set(trained) & set(held.rows)
-    assert hold_out(Rows(10), 0.2, seed=1)[0].digest == train.digest
-    assert len(hold_out(Rows(10), 0.0)[0]) == 10 and len(hold_out(Rows(10), 0.001)[1]) == 1
-    with pytest.raises(ValueError, match="cannot hold out 1 of 1"):
-        hold_out(Rows(1), 0.5)
-    with pytest.raises(ValueError, match=r"fraction is 1.0"):
-        hold_out(Rows(9), 1.0)
+    assert hold_out(Rows(10), 2, seed=1)[0].digest == train.digest
+    assert hold_out(Rows(10), 2, seed=2)[0].digest != train.digest
+    for count in (1, -1):
+        with pytest.raises(ValueError, match=f"cannot hold out {count} of 1"):
+            hold_out(Rows(1), count)
 
 
 def test_endless_epochs_are_shuffled_anew():

@@ -1,8 +1,11 @@
 """Recipes: what they refuse, what flags change, and what a resumed run may change."""
 
+import typing
+
 import pytest
 
-from train.recipe import differences, load_recipe, resolved
+from pallas_kernels.vocab_loss import LOSSES
+from train.recipe import ObjectivePart, differences, load_recipe, resolved
 
 MINIMAL = """
 [target]
@@ -35,7 +38,7 @@ def test_defaults_are_the_paper_s(tmp_path):
     [
         (MINIMAL + "[objektive]\n", "unknown key objektive"),
         (MINIMAL.replace("steps", "stepz"), r"unknown key train.stepz"),
-        (MINIMAL + "[objective]\nratio = 2\n", "ratio is 2"),
+        (MINIMAL + "[objective]\nratio = 2\n", "objective.ratio is 2"),
         (MINIMAL + '[objective]\nnum_depths = "8"\n', "objective.num_depths must be of type int"),
         (MINIMAL + "[train.embedding]\n", "train.embedding"),
         (MINIMAL + '[drafter]\nstart = "head"\n', "path"),
@@ -43,11 +46,31 @@ def test_defaults_are_the_paper_s(tmp_path):
         (MINIMAL.replace('path = "rows"', ""), "data.path is missing"),
         (MINIMAL + '[objective]\npartition = "flat"\n', "choose one of structured"),
         ("[target\n", "not TOML"),
+        (MINIMAL.replace("steps = 10", "steps = 0"), "train.steps is 0; at least 1"),
+        (MINIMAL + "[mesh]\ndata = 0\n", "mesh.data is 0; at least 1"),
+        (MINIMAL + "log_every = 0\n", "output.log_every is 0; at least 1"),
+        (MINIMAL + "keep = 0\n", "output.keep is 0; at least 1"),
+        (MINIMAL + "[drafter]\ntaps = []\n", "drafter.taps is empty"),
+        (MINIMAL + "[drafter]\nmask_token_id = -1\n", "drafter.mask_token_id is -1"),
+        (MINIMAL + "[optimizer]\nlearning_rate = nan\n", "optimizer.learning_rate is nan"),
+        (MINIMAL + "[optimizer]\nbeta2 = 1.0\n", "optimizer.beta2 is 1.0"),
+        (MINIMAL + '[objective]\nloss = "hca"\n', "objective.loss is 'hca'; choose one of kl"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         load_recipe(write(tmp_path, text))
+
+
+def test_files_that_are_no_text_are_named(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="recipe.toml: not TOML"):
+        load_recipe(path)
+
+
+def test_every_loss_can_be_asked_for():
+    assert set(typing.get_args(typing.get_type_hints(ObjectivePart)["loss"])) == set(LOSSES)
 
 
 def test_flags_override_keys(tmp_path):

@@ -40,7 +40,10 @@ def run(args: argparse.Namespace) -> int:
         step = checkpoints.latest()
         if not args.resume:
             checkpoints.check_new()
-        made = assemble(recipe)
+        try:
+            made = assemble(recipe)
+        except ValueError as error:
+            raise ValueError(f"{args.recipe}: {error}") from None
         state, best, position = made.state, None, None
         if args.resume and step is None:
             print(f"{folder}: no checkpoint yet, starting anew", file=sys.stderr)

@@ -62,21 +62,18 @@ class Subset:
         return self.source[int(self.rows[row])]
 
 
-def hold_out(source: SampleSource, fraction: float, *, seed: int = 0) -> tuple[Subset, Subset]:
-    """Rows to train on and rows to validate on; at least one of each where `fraction` is not 0.
+def hold_out(source: SampleSource, count: int, *, seed: int = 0) -> tuple[Subset, Subset]:
+    """Rows to train on, and `count` rows to validate on.
 
     Raises:
-        ValueError: `fraction` is not in [0, 1), or there is no row to spare.
+        ValueError: that leaves none to train on.
     """
-    if not 0 <= fraction < 1:
-        raise ValueError(f"the held-out fraction is {fraction}; it must be in [0, 1).")
-    held = 0 if fraction == 0 else max(1, round(len(source) * fraction))
-    if held >= len(source):
-        raise ValueError(f"cannot hold out {held} of {len(source)} rows.")
+    if not 0 <= count < len(source):
+        raise ValueError(f"cannot hold out {count} of {len(source)} rows.")
     order = np.random.default_rng(seed).permutation(len(source))
     return (
-        Subset(source=source, rows=np.sort(order[held:])),
-        Subset(source=source, rows=np.sort(order[:held])),
+        Subset(source=source, rows=np.sort(order[count:])),
+        Subset(source=source, rows=np.sort(order[:count])),
     )
 
 
