@@ -27,6 +27,9 @@ from train.spread import attend_documents, attend_rollouts, place_rows
 
 # MLPs of longer streams run block by block, so that their inner rows never exist all at once.
 MLP_BLOCK = 16_384
+# Shorter depth-0 streams keep what their layers compute: a layer's inner rows are small then, and
+# running it again in the backward pass costs a quarter of its work.
+RECOMPUTED_FROM = 2_048
 
 
 class MaskInputs(NamedTuple):
@@ -84,7 +87,7 @@ def depth_zero(
     mesh: Mesh | None = None,
     implementation: Any = None,
 ) -> Stream:
-    """Run the depth-0 rows; only each layer's input is kept for the backward pass."""
+    """Run the depth-0 rows; of many, only each layer's input is kept for the backward pass."""
     embedded = place_rows(embed_rows(drafter, rows.tokens), mesh)
     x = place_rows(drafter.fuse(rows.taps), mesh)
     keys, values = [], []
@@ -108,7 +111,8 @@ def depth_zero(
         ) -> tuple[Array, Array, Array]:  # fmt: skip
             return run_layer(layer, first, embedded, x, rows.positions, attend, mesh)
 
-        x, k, v = jax.checkpoint(run)(embedded, x)
+        recomputed = jax.checkpoint(run) if x.shape[0] * x.shape[1] >= RECOMPUTED_FROM else run
+        x, k, v = recomputed(embedded, x)
         keys.append(k.astype(jnp.float32))
         values.append(v.astype(jnp.float32))
     return Stream(hidden=drafter.finish(x), residual=x, keys=tuple(keys), values=tuple(values))

@@ -30,6 +30,7 @@ def describe(sums: Sums) -> dict[str, Any]:
     return {
         "loss": float(host["loss"]) / max(1, int(host["count"])),
         "elements": int(host["count"]),
+        "supervised": int(host["total"][0]),
         "accuracy": _share(host["correct"], host["total"]),
         "joint_acceptance": joint,
         "estimated_acceptance_length": 1.0 + sum(joint),
@@ -60,6 +61,7 @@ class Log:
         self._folder, self._total, self._enabled = Path(folder), total_steps, enabled
         self._console = Console(stderr=True)
         self._started, self._first, self._tokens = time.perf_counter(), first_step, 0
+        self._earlier: Mapping[str, Any] = {}
         self._board: Any = None
         self._bar: Any = None
         if not enabled:
@@ -68,6 +70,7 @@ class Log:
         self._path = self._folder / LOG_NAME
         keep = [r for r in read_log(self._folder) if r["step"] <= first_step]
         self._path.write_text("".join(json.dumps(r) + "\n" for r in keep), encoding="utf-8")
+        self._earlier = keep[-1] if keep else {}
         if tensorboard:
             try:
                 from tensorboardX import SummaryWriter
@@ -103,10 +106,18 @@ class Log:
         self._tokens += tokens
 
     def write(self, step: int, values: Mapping[str, Any], *, kind: str = "train") -> None:
-        """One record of step `step`, kind "train" or "validation"."""
+        """One record of step `step`, kind "train" or "validation".
+
+        Beside the values: `tokens`, slots of all training batches so far, and `cpu_seconds` that
+        this process used since it began, each with what a resumed run had before.
+        """
         if not self._enabled:
             return
-        record = {"step": step, "kind": kind, **values}
+        spent = {
+            "tokens": self._tokens + self._earlier.get("tokens", 0),
+            "cpu_seconds": round(time.process_time() + self._earlier.get("cpu_seconds", 0.0), 2),
+        }
+        record = {"step": step, "kind": kind, **values, **spent}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         if self._board is not None:

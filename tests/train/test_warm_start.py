@@ -9,6 +9,10 @@ import pytest
 
 from peagle_jax.models.config import LayerConfig, MoEConfig, RopeConfig, TargetConfig
 from peagle_jax.models.target import init_target
+from tests.train import tiny_run
+from train.assemble import start
+from train.capture import capture
+from train.data.prepared import open_prepared
 from train.parameters import MASK_ROW, Trained, build_drafter, kept_ids, split, whole
 from train.recipe import DrafterPart
 from train.warm_start import (
@@ -132,3 +136,17 @@ def test_the_mask_token_is_an_unused_row():
     assert first_unused_id(20, 24) == 20
     with pytest.raises(ValueError, match="set drafter.mask_token_id"):
         first_unused_id(24, 24)
+
+
+def test_a_store_takes_the_vocabulary_of_the_rows_it_was_captured_from(tmp_path):
+    data = tiny_run.write_data(tmp_path / "rows", rows=4)
+    rule = tiny_run.rule_target()
+    store = capture(open_prepared(data), rule, (2, 3, 4), tmp_path / "states", name="rule")
+    part = {"draft_vocab_size": tiny_run.WORDS, "vocabulary": str(data)}
+    recipe = tiny_run.recipe(tmp_path / "states", tmp_path / "run", drafter=part)
+    config, params = start(recipe, rule, store)
+    kept = open_prepared(data).draft_vocabulary(tiny_run.WORDS).target_ids
+    np.testing.assert_array_equal(kept_ids(config, params), kept)
+    recipe = tiny_run.recipe(tmp_path / "states", tmp_path / "run", drafter={"draft_vocab_size": 8})
+    with pytest.raises(ValueError, match="in drafter.vocabulary"):
+        start(recipe, rule, store)

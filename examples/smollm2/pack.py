@@ -1,0 +1,107 @@
+"""The best checkpoints as the heads of the package, with a card: data, recipe, figures, licence."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from examples.smollm2.run import MAX_LENGTH, TARGET, read_answers
+from peagle_jax.checkpoints.load import load_target
+from peagle_jax.checkpoints.shipped_heads import heads_folder, load_shipped_head, pack_head
+from peagle_jax.decoding.params import SamplingParams
+from peagle_jax.loading import find_target
+from peagle_jax.models.target import Target
+from train.assemble import assemble
+from train.checkpoint import Checkpoints
+from train.data.prepared import open_prepared
+from train.evaluate import evaluate, prompt_of
+from train.export import run_recipe, trained_drafter
+from train.progress import read_log
+
+HEADS = {"p-eagle": "p-eagle", "eagle3": "eagle3"}
+"""Run folder (and recipe), and the method that drafts with its head."""
+PROMPTS, MAX_TOKENS, K = 24, 64, 5
+
+CARD = """# {title} for SmolLM2-135M-Instruct
+
+Drafts for `smollm2-135m`, which is the Q4_1 GGUF file of SmolLM2-135M-Instruct dequantised, not the
+original weights. Trained from scratch by this project on two CPU cores.
+
+* **Data**: {answers} answers of the target itself (greedy and sampled) to prompts from Magpie, the
+  standard library's docstrings, chatterbot-corpus and request patterns: `examples/smollm2`. No
+  prompt shares 13 words in a row with HumanEval or MT-Bench. Captured and trained on: {rows} rows
+  cut to {length} tokens, {passes} supervised tokens in {steps} steps, {cpu:.0f} CPU seconds in all.
+* **Recipe**: `examples/smollm2/{recipe}.toml`. {what}
+* **Stored**: int8 with one scale for each output channel; embedding and head rows are the target's.
+* **Figures**: acceptance length at K = {k}, {prompts} held-out prompts of {tokens} greedy tokens:
+  {before:.3f} in float32, {after:.3f} as stored. On MT-Bench and HumanEval: `benchmarks/results`.
+* **Licence**: Apache-2.0, as the target.
+"""
+WHAT = {
+    "p-eagle": "Four layers that start as the target's last four, 12 depths, draft vocabulary of "
+    "8,192; the mask token's row alone is learned of the embedding; the head is frozen.",
+    "eagle3": "One layer that starts as the target's last one, training-time test, draft "
+    "vocabulary of 8,192; embedding and head are frozen.",
+}
+
+
+def pack_heads(folder: Path) -> None:
+    """Write each finished run's best head to `peagle_jax/data/heads`, in place of the one there."""
+    target = load_target(find_target(TARGET))
+    for name, method in HEADS.items():
+        if (folder / name / "run.json").is_file():
+            _pack(folder, name, method, target)
+
+
+def _pack(folder: Path, name: str, method: str, target: Target) -> None:
+    here = os.getcwd()
+    os.chdir(folder)  # recipes name folders beside the run
+    try:
+        made = assemble(run_recipe(name), target)
+        with Checkpoints(Path(name) / "checkpoints") as checkpoints:
+            state, _ = checkpoints.restore(
+                made.state, made.run.recipe, mesh=made.mesh, best=checkpoints.has_best()
+            )
+        prompts = open_prepared("validation")
+        rows = len(open_prepared("train"))
+    finally:
+        os.chdir(here)
+    asked = [prompt_of(prompts[row]) for row in range(PROMPTS)]
+
+    def acceptance_length(drafter: Any) -> float:
+        params = SamplingParams(max_tokens=MAX_TOKENS)
+        [found] = evaluate(
+            target, drafter, asked, [K], params=params, method=method, batch_size=PROMPTS
+        )
+        assert found.stats.acceptance_length is not None
+        return found.stats.acceptance_length
+
+    drafter = trained_drafter(made, state)
+    output = heads_folder() / f"{TARGET}-{method}"
+    pack_head(drafter, target, output, target_name=TARGET, overwrite=True)
+    before, after = acceptance_length(drafter), acceptance_length(load_shipped_head(output, target))
+    facts = run_facts(folder / name, int(state.step))
+    card = CARD.format(
+        title="A P-EAGLE head" if method == "p-eagle" else "An EAGLE-3 head",
+        answers=len(read_answers()),
+        rows=rows,
+        length=MAX_LENGTH,
+        recipe=name,
+        what=WHAT[name],
+        k=K,
+        prompts=PROMPTS,
+        tokens=MAX_TOKENS,
+        before=before,
+        after=after,
+        **facts,
+    )
+    pack_head(drafter, target, output, target_name=TARGET, card=card, overwrite=True)
+    figures = {"before_int8": before, "after_int8": after, "k": K, "prompts": PROMPTS, **facts}
+    print(json.dumps({"head": output.name, **figures}))
+
+
+def run_facts(run: Path, step: int) -> dict[str, Any]:
+    """Steps, supervised tokens and CPU seconds of a run up to its checkpoint of `step`."""
+    records = [r for r in read_log(run) if r["kind"] == "train" and r["step"] <= step]
+    passes = sum(r["supervised"] for r in records)  # the recipes log every step
+    return {"steps": step, "passes": f"{passes:,}", "cpu": records[-1]["cpu_seconds"]}
