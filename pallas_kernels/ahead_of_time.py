@@ -172,6 +172,17 @@ def kernel_calls(compiled_text: str) -> list[str]:
     return names
 
 
+def count_launches(compiled_text: str) -> int:
+    """How many kernels a compiled program without loops launches, Pallas kernels among them.
+
+    Every instruction of the entry counts but those that only name or regroup buffers.
+    """
+    entry = compiled_text[compiled_text.index("\nENTRY ") :].split("\n}")[0]
+    free = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"}
+    kinds = re.findall(r"^\s+(?:ROOT )?\S+ = (?:\([^()]*\)|\S+) ([\w-]+)\(", entry, re.MULTILINE)
+    return sum(kind not in free for kind in kinds)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelFigures:
     """What ptxas says of one kernel. Registers are per thread, bytes per thread or per block."""

@@ -102,7 +102,10 @@ def select(
     if chosen == "reference" or (chosen is None and unsupported):
         return reference
     if unsupported:
-        raise NotImplementedError(f"{name}: implementation {chosen!r} was asked for; {unsupported}")
+        raise NotImplementedError(
+            f"{name}: implementation {chosen!r} was asked for, and {unsupported}; "
+            "leave implementation=None to use the reference there"
+        )
     compiled = functools.partial(triton, interpret=False)
     if chosen == "interpret":
         return functools.partial(triton, interpret=True)

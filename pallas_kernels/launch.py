@@ -5,8 +5,8 @@ kernel's own wrapper derives from the static shapes, so that no array is read.
 
 Where the rows come from: `python -m benchmarks.kernels_compiled` (registers, spills, shared memory;
 no GPU needed) rules out tiles that spill or do not fit, and `python -m benchmarks.kernels --tune
-KERNEL` times the others on the GPU at hand and prints the best. No row was timed so far; all were
-chosen by the compiled figures.
+KERNEL` (a key of TABLE) times the others on the GPU at hand and prints the best row. No row was
+timed so far; all were chosen by the compiled figures.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ TABLE: dict[str, dict[str, dict[str, Launch]]] = {
 
 
 _target: contextvars.ContextVar[str | None] = contextvars.ContextVar("target", default=None)
+_seen: contextvars.ContextVar[set | None] = contextvars.ContextVar("seen", default=None)
 _overrides: contextvars.ContextVar[Mapping[str, Launch]] = contextvars.ContextVar(
     "overrides", default=types.MappingProxyType({})
 )
@@ -163,6 +164,17 @@ def override(kernel: str, launch: Launch) -> Iterator[None]:
         _overrides.reset(token)
 
 
+@contextlib.contextmanager
+def recording() -> Iterator[set[tuple[str, str]]]:
+    """Collect the (kernel, shape class) of every look-up made while tracing inside."""
+    seen: set[tuple[str, str]] = set()
+    token = _seen.set(seen)
+    try:
+        yield seen
+    finally:
+        _seen.reset(token)
+
+
 @functools.cache
 def _local_device() -> str | None:
     """The table's name of this process's GPU; None without one or with one it does not know."""
@@ -179,7 +191,9 @@ def target_device() -> str | None:
 
 def find_launch(kernel: str, shape_class: str) -> Launch:
     """The launch parameters of `kernel` for `shape_class` on the target device."""
-    overrides = _overrides.get()
+    overrides, seen = _overrides.get(), _seen.get()
+    if seen is not None:
+        seen.add((kernel, shape_class))
     if kernel in overrides:
         return overrides[kernel]
     rows = TABLE[kernel][shape_class]

@@ -10,6 +10,7 @@ Neither direction holds anything of size n x n.
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.checks import check_arrays
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.interval_attention.api import interval_attention
 from pallas_kernels.interval_attention.intervals import document_intervals
@@ -39,6 +40,12 @@ def document_attention(
     """
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a row sees at least itself; use None for no window")
+    check_arrays("document_attention", q=(q, (None,) * 4, "floating"))
+    check_arrays(
+        "document_attention",
+        k=(k, (*q.shape[:2], None, q.shape[3]), None),
+        document_ids=(document_ids, q.shape[:2], "integer"),
+    )
     first, last = document_intervals(document_ids, window)
     out, _ = interval_attention(
         q, k, v, first, last, scale=scale, implementation=implementation, name="document_attention"

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.checks import check_arrays
 from pallas_kernels.expand_batch.layout import (
     CacheLayout,
     ExpandedBatch,
@@ -50,13 +51,15 @@ def expand_batch(
         true next prompt token of a chunk.
       query_start_loc: first row of each request, and the end of the last (int32, ascending). A
         request may be empty (padding of the batch): all its N rows are padding.
-      query_end_loc: last valid row of each request, inclusive; below its first row for none.
+      query_end_loc: last valid row of each request, inclusive; below its first row for none, and
+        past its last row the same as the last.
       method: "p_eagle" (shift, E = K), "eagle3" (shift, E = 1), "draft_model" (E = 1), "pard"
         (E = K), or a `Method`.
       num_speculative_tokens: K.
       mask_token_id: id of the mask token.
       num_rows: rows of the result, a bucket of at least T + N * B (the default).
-      max_query_len: the most rows of a request (T by default): fewer need fewer blocks.
+      max_query_len: the most rows of a request (T by default): fewer need fewer blocks. A request
+        with more is not written whole.
       padding_token_id, padding_position: what rejected and padding rows hold.
       cache: where positions lie in the drafter's cache; None to leave the slots out.
       block_table: pages of each request; None for a contiguous cache.
@@ -68,7 +71,19 @@ def expand_batch(
     """
     if isinstance(method, str):
         method = drafting_method(method, num_speculative_tokens)
+    check_arrays(
+        "expand_batch",
+        token_ids=(token_ids, (None,), "integer"),
+        positions=(positions, token_ids.shape, "integer"),
+        next_token_ids=(next_token_ids, (None,), "integer"),
+    )
     target_rows, requests = token_ids.shape[0], next_token_ids.shape[0]
+    check_arrays(
+        "expand_batch",
+        query_start_loc=(query_start_loc, (requests + 1,), "integer"),
+        query_end_loc=(query_end_loc, (requests,), "integer"),
+        block_table=(block_table, (requests, None), "integer"),
+    )
     least = target_rows + method.new_rows * requests
     num_rows = least if num_rows is None else num_rows
     max_query_len = target_rows if max_query_len is None else max_query_len
@@ -77,21 +92,10 @@ def expand_batch(
             f"expand_batch: {target_rows} rows of {requests} requests need "
             f"{least} rows, the bucket num_rows has {num_rows}"
         )
-    if positions.shape != (target_rows,) or target_rows == 0 or requests == 0:
-        raise ValueError(
-            f"expand_batch: token_ids {token_ids.shape}, positions {positions.shape} and "
-            f"next_token_ids {next_token_ids.shape} must be non-empty, the first two alike"
-        )
-    if query_start_loc.shape != (requests + 1,) or query_end_loc.shape != (requests,):
-        raise ValueError(
-            f"expand_batch: query_start_loc must be {(requests + 1,)} and query_end_loc "
-            f"{(requests,)}, got {query_start_loc.shape} and {query_end_loc.shape}"
-        )
-    if block_table is not None and (cache is None or block_table.shape[0] != requests):
-        raise ValueError(
-            f"expand_batch: a block_table {block_table.shape} needs a cache layout "
-            f"and one row for each of {requests} requests"
-        )
+    if max_query_len < 1:
+        raise ValueError(f"expand_batch: max_query_len {max_query_len} leaves requests no row")
+    if block_table is not None and cache is None:
+        raise ValueError(f"expand_batch: a block_table {block_table.shape} needs a cache layout")
     keywords = {
         "method": method,
         "mask_token_id": mask_token_id,
@@ -127,17 +131,26 @@ def expand_tile(
       token_ids: the rows just verified: the last committed token and K drafts.
       start_positions: position of each request's first row.
       next_token_ids: the token sampled at the last valid row.
-      num_valid: accepted drafts + 1; 0 for a request that is finished or empty: all rows padding.
+      num_valid: accepted drafts + 1, at most K+1; 0 for a request that is finished or empty: all
+        rows padding.
       mask_token_id, padding_token_id: ids of mask and padding rows.
       sharding: requests are split over `sharding.batch`, one launch per shard.
       implementation: see `pallas_kernels.dispatch`.
 
     Returns: `ExpandedTile`, with row numbers counted within each request.
 
-    Raises: ValueError when no row of the K+1 is a draft.
+    Raises: ValueError when no row of the K+1 is a draft, or for shapes that do not fit together.
     """
+    check_arrays("expand_tile", token_ids=(token_ids, (None, None), "integer"))
     if token_ids.shape[1] < 2:
         raise ValueError(f"expand_tile: token_ids {token_ids.shape} hold no draft (K+1 rows)")
+    per_request = (token_ids.shape[:1], "integer")
+    check_arrays(
+        "expand_tile",
+        start_positions=(start_positions, *per_request),
+        next_token_ids=(next_token_ids, *per_request),
+        num_valid=(num_valid, *per_request),
+    )
     run = dispatch.select(
         functools.partial(
             expand_tile_reference, mask_token_id=mask_token_id, padding_token_id=padding_token_id

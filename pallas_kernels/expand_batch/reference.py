@@ -23,6 +23,7 @@ def expand_batch_reference(
 ) -> ExpandedBatch:
     """Arguments and result as in the public function."""
     requests = next_token_ids.shape[0]
+    query_end_loc = jnp.minimum(query_end_loc, query_start_loc[1:] - 1)
     request_numbers = jnp.arange(requests + 1, dtype=jnp.int32)
     new_start_loc = query_start_loc + method.new_rows * request_numbers
 
@@ -111,7 +112,7 @@ def expand_tile_reference(
     """The same for equal requests of Q = K+1 rows, of which `num_valid` count: [B, 2K] tiles."""
     drafts = token_ids.shape[1] - 1
     index = jnp.arange(2 * drafts, dtype=jnp.int32)[None, :]
-    new_row = (num_valid - 1)[:, None]
+    new_row = (jnp.minimum(num_valid, drafts + 1) - 1)[:, None]
     lives = num_valid[:, None] > 0
     is_copied, is_new = lives & (index < new_row), lives & (index == new_row)
     is_mask = lives & (index > new_row) & (index < new_row + drafts)

@@ -117,7 +117,8 @@ def _kernel(
 
     first = memory.load(ref["starts"].at[request], label="starts")
     past = memory.load(ref["starts"].at[request + 1], label="starts")
-    last = memory.load(ref["ends"].at[request], label="ends")
+    # Never past the request's own rows: what lies behind them need not exist.
+    last = jnp.minimum(memory.load(ref["ends"].at[request], label="ends"), past - 1)
     lives = last >= first
     new_first = first + method.new_rows * request
     copied_rows = last - first + (0 if method.shift else 1)

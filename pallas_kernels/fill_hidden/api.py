@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.checks import check_arrays
 from pallas_kernels.fill_hidden.reference import fill_hidden_reference
 from pallas_kernels.fill_hidden.triton import fill_hidden_triton
 
@@ -35,18 +36,20 @@ def fill_hidden(
     Returns: the draft rows; rows that are neither copied nor mask rows are zero, whatever `hidden`
       holds. Differentiable in `hidden` and `mask_hidden`.
 
-    Raises: ValueError for empty hidden states or dtypes that differ.
+    Raises: ValueError for empty arrays, and for shapes or dtypes that do not fit together.
     """
     if mask_hidden.dtype != hidden.dtype:
         raise ValueError(
             f"fill_hidden: mask_hidden is {mask_hidden.dtype}, hidden is {hidden.dtype}; "
             "cast mask_hidden once, at load"
         )
-    if hidden.shape[0] == 0 or hidden.shape[1] == 0 or source_rows.shape[0] == 0:
-        raise ValueError(
-            f"fill_hidden: nothing to fill from hidden {hidden.shape} "
-            f"and source_rows {source_rows.shape}"
-        )
+    check_arrays("fill_hidden", hidden=(hidden, (None, None), None))
+    check_arrays(
+        "fill_hidden",
+        mask_hidden=(mask_hidden, hidden.shape[1:], None),
+        source_rows=(source_rows, (None,), "integer"),
+        is_mask=(is_mask, source_rows.shape, "bool"),
+    )
     return _fill(hidden, mask_hidden, source_rows, is_mask, dispatch.resolve(implementation))
 
 

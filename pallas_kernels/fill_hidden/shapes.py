@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One call: `requests` requests that each verified `drafts`+1 rows, or a long prompt chunk."""
+    """One call: `requests` requests that each verified `drafts`+1 rows; more are a prompt chunk."""
 
     name: str
     requests: int
@@ -45,10 +45,12 @@ def abstract_arguments(shape: Shape) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def random_arguments(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
-    """Arguments as a decoding round makes them: accepted rows, mask rows, padding per request."""
+    """Arguments as the generate loop makes them: accepted rows, mask rows, padding per request."""
     generator = np.random.default_rng(seed)
     per_request = shape.rows + shape.drafts - 1
     accepted = generator.integers(1, shape.rows + 1, size=(shape.requests, 1))
+    if shape.rows > shape.drafts + 1:
+        accepted[:] = shape.rows
     row = np.arange(per_request)[None, :]
     copied = row < accepted
     is_mask = ~copied & (row < accepted + shape.drafts - 1)

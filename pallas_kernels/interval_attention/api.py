@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.checks import check_arrays
 from pallas_kernels.dispatch import Implementation, select
 from pallas_kernels.interval_attention import reference, triton
 
@@ -35,7 +36,7 @@ def interval_attention(
 
     What is kept for the backward direction is the inputs and the two results.
     """
-    _check(q, k, v, own)
+    _check(name, q, k, v, own)
     return _attend(_Setting(scale, implementation, name), q, k, v, first, last, own)
 
 
@@ -46,6 +47,7 @@ def _attend(setting: _Setting, q, k, v, first, last, own):
         functools.partial(triton.forward, scale=setting.scale),
         setting.implementation,
         name=setting.name,
+        unsupported=triton.unsupported_reason(q),
     )
     return run(q, k, v, first, last, own)
 
@@ -61,6 +63,7 @@ def _backward(setting, kept, cotangents):
         functools.partial(triton.backward, scale=setting.scale),
         setting.implementation,
         name=setting.name,
+        unsupported=triton.unsupported_reason(kept[0]),
     )
     d_q, d_k, d_v, d_own_k, d_own_v = run(*kept, *cotangents)
     own = None if d_own_k is None else (d_own_k, d_own_v, None, None)
@@ -70,16 +73,23 @@ def _backward(setting, kept, cotangents):
 _attend.defvjp(_forward, _backward)
 
 
-def _check(q, k, v, own) -> None:
-    heads, kv_heads = q.shape[2], k.shape[2]
+def _check(name: str, q, k, v, own) -> None:
+    check_arrays(name, q=(q, (None,) * 4, "floating"))
+    batch, rows, heads, size = q.shape
+    check_arrays(name, k=(k, (batch, None, None, size), None))
+    kv_heads = k.shape[2]
+    own_shape = (batch, rows, kv_heads, size)
+    own_k, own_v = (None, None) if own is None else own[:2]
+    check_arrays(
+        name, v=(v, k.shape, None), own_k=(own_k, own_shape, None), own_v=(own_v, own_shape, None)
+    )
     if heads % kv_heads:
         raise ValueError(
-            f"{heads} query heads do not divide among {kv_heads} key-value heads; "
+            f"{name}: {heads} query heads do not divide among {kv_heads} key-value heads; "
             "q is [B, M, N, D], k and v are [B, n, KV, D] with N a multiple of KV"
         )
-    arrays = {"k": k, "v": v}
-    if own is not None:
-        arrays |= {"own k": own[0], "own v": own[1]}
-    for name, array in arrays.items():
-        if array.dtype != q.dtype:
-            raise ValueError(f"{name} is {array.dtype} but q is {q.dtype}; cast one of them")
+    for argument, array in {"k": k, "v": v, "own_k": own_k, "own_v": own_v}.items():
+        if array is not None and array.dtype != q.dtype:
+            raise ValueError(
+                f"{name}: {argument} is {array.dtype} but q is {q.dtype}; cast one of them"
+            )

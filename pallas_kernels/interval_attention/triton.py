@@ -27,6 +27,15 @@ def shape_class(head_dim: int, itemsize: int) -> str:
     return f"{max(pl.next_power_of_2(head_dim), 16) * itemsize}B"
 
 
+def unsupported_reason(q) -> str | None:
+    """Why the kernels cannot take rows like q's; None where they can."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"the kernels take bfloat16, float16 and float32, not {q.dtype}"
+    if shape_class(q.shape[-1], q.dtype.itemsize) not in launch.TABLE["interval_attention_forward"]:
+        return f"no tile of the launch table holds heads of {q.shape[-1]} {q.dtype} numbers"
+    return None
+
+
 def _parameters(kernel: str, q) -> launch.Launch:
     return launch.find_launch(kernel, shape_class(q.shape[-1], q.dtype.itemsize))
 

@@ -15,6 +15,7 @@ anywhere, best at the end.
 
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.checks import check_arrays
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.interval_attention.api import interval_attention
 from pallas_kernels.interval_attention.intervals import rollout_intervals
@@ -54,6 +55,16 @@ def rollout_attention(
     """
     if window is not None and window < 1:
         raise ValueError(f"window={window}: it counts keys, at least 1; use None for no window")
+    check_arrays("rollout_attention", q=(q, (None,) * 4, "floating"))
+    rows = q.shape[:2]
+    check_arrays(
+        "rollout_attention",
+        prefix_k=(prefix_k, (rows[0], None, None, q.shape[3]), None),
+        anchors=(anchors, rows, "integer"),
+        depths=(depths, rows, "integer"),
+        valid=(valid, rows, "bool"),
+        document_ids=(document_ids, prefix_k.shape[:2], "integer"),
+    )
     first, last, own_first, own_last = rollout_intervals(
         anchors, depths, valid, document_ids, window
     )

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.checks import check_arrays
 from pallas_kernels.short_query_attention.reference import short_query_attention_reference
 from pallas_kernels.short_query_attention.triton import (
     short_query_attention_triton,
@@ -160,6 +161,11 @@ def _check(query, keys, values, query_positions, block_table, key_positions, num
     def fail(argument: str, expected: str, found) -> None:
         raise ValueError(f"short_query_attention: {argument} must be {expected}, got {found}")
 
+    check_arrays(
+        "short_query_attention",
+        query=(query, (None,) * 4, "floating"),
+        keys=(keys, (None,) * 4, None),
+    )
     batch, rows, heads, size = query.shape
     if keys.shape != values.shape:
         fail("values", f"shaped like keys {keys.shape}", values.shape)
@@ -169,19 +175,15 @@ def _check(query, keys, values, query_positions, block_table, key_positions, num
         fail("keys and values", f"{query.dtype} like the query", (keys.dtype, values.dtype))
     if heads % keys.shape[2]:
         fail("query heads", f"a multiple of the {keys.shape[2]} key-value heads", heads)
-    if 0 in query.shape or 0 in keys.shape:
-        fail("query and keys", "non-empty", (query.shape, keys.shape))
-    if query_positions.shape != (batch, rows):
-        fail("query_positions", f"shaped {(batch, rows)}", query_positions.shape)
     if block_table is None and keys.shape[0] != batch:
         fail("keys", f"a cache of {batch} requests (or pages, with a block_table)", keys.shape)
-    if block_table is not None and block_table.shape[0] != batch:
-        fail("block_table", f"of {batch} requests", block_table.shape)
     if block_table is not None and key_positions is not None:
         fail("key_positions", "None with a block_table", key_positions.shape)
-    if key_positions is not None and key_positions.shape != (batch, keys.shape[1]):
-        fail("key_positions", f"shaped {(batch, keys.shape[1])}", key_positions.shape)
-    if num_valid is not None and num_valid.shape != (batch,):
-        fail("num_valid", f"shaped {(batch,)}", num_valid.shape)
-    if sinks is not None and sinks.shape != (heads,):
-        fail("sinks", f"one per query head, {(heads,)}", sinks.shape)
+    check_arrays(
+        "short_query_attention",
+        query_positions=(query_positions, (batch, rows), "integer"),
+        block_table=(block_table, (batch, None), "integer"),
+        key_positions=(key_positions, (batch, keys.shape[1]), "integer"),
+        num_valid=(num_valid, (batch,), "integer"),
+        sinks=(sinks, (heads,), "floating"),
+    )

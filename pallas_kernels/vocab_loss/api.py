@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.checks import check_arrays
 from pallas_kernels.dispatch import Implementation, select
 from pallas_kernels.vocab_loss import chunks, reference, triton
 from pallas_kernels.vocab_loss.chunks import Inputs, Setting
@@ -104,6 +105,23 @@ def vocab_loss(
     """
     vocab = draft_head.shape[1]
     head_axis = 0 if target_head_transposed else 1
+    rows = draft_hidden.shape[:1]
+    check_arrays(
+        "vocab_loss",
+        draft_hidden=(draft_hidden, (None, draft_head.shape[0]), "floating"),
+        draft_head=(draft_head, (None, None), None),
+        target_hidden=(target_hidden, (*rows, None), "floating"),
+        draft_token_ids=(draft_token_ids, (vocab,), "integer"),
+        weights=(weights, rows, "floating"),
+        target_argmax=(target_argmax, rows, "integer"),
+    )
+    for name, number in (
+        ("row_chunk", row_chunk),
+        ("vocab_chunk", vocab_chunk),
+        ("target_soft_cap", target_soft_cap),
+    ):
+        if number is not None and number <= 0:
+            raise ValueError(f"vocab_loss: {name} {number} must be positive, or None")
     _check(draft_hidden, draft_head, target_hidden, target_head, loss, outside, head_axis)
     if target_head_selected:
         if draft_token_ids is None or target_argmax is None:
@@ -244,6 +262,7 @@ def _run(setting: Setting, implementation, inputs: Inputs, *, with_gradient: boo
         functools.partial(triton.vocab_loss, **static),
         implementation,
         name="vocab_loss",
+        unsupported=triton.unsupported_reason(inputs),
     )
     return run(inputs)
 

@@ -35,6 +35,14 @@ from pallas_kernels.vocab_loss.losses import (
 ROW_CHUNK, VOCAB_CHUNK = 4096, 8192
 
 
+def unsupported_reason(inputs: Inputs) -> str | None:
+    """Why the kernels cannot take such heads; None where they can."""
+    for head in (inputs.draft_head, inputs.target_head):
+        if head.dtype.name not in launch.TABLE["vocab_loss_statistics"]:
+            return f"no tile of the launch table takes heads of {head.dtype}"
+    return None
+
+
 def vocab_loss(
     inputs: Inputs, setting: Setting, *, with_gradient: bool, interpret: bool
 ) -> Results:

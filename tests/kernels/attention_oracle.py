@@ -4,6 +4,8 @@ import dataclasses
 
 import numpy as np
 
+from tests.kernels.closeness import tolerance
+
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
@@ -124,14 +126,10 @@ def attention_gradients(q, k, v, allowed, scale, d_out, d_lse=None):
 
 
 def assert_close(found, expected, dtype, length, what=""):
-    """Within the issue's bound of a float64 oracle: relative to the largest |expected|."""
+    """Within the tolerance of a float64 oracle."""
     found = np.asarray(found, np.float64)
     assert found.shape == expected.shape, (what, found.shape, expected.shape)
     assert np.all(np.isfinite(found)), what
-    largest = max(np.max(np.abs(expected), initial=0.0), 1e-30)
-    if np.dtype(dtype) == np.float32:
-        bound = max(2e-6, 2e-6 * np.sqrt(length / 64)) * max(largest, 1.0)
-    else:
-        bound = 1e-2 * max(largest, 1.0)
+    bound = tolerance(expected, length, dtype)
     error = np.max(np.abs(found - expected), initial=0.0)
     assert error <= bound, f"{what}: off by {error:.3g}, allowed {bound:.3g}"

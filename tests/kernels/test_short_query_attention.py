@@ -74,6 +74,9 @@ CASES = {
     "paged": Case(cache="paged", sinks=True, splits=2),
     "ring": Case(cache="ring", window=60, sinks=True, heads=8, kv_heads=1),
     "limited": Case(cache="limited", rows=33, requests=1, slots=300),
+    "64 rows, 512 wide, window of 1": Case(
+        requests=1, rows=64, heads=2, kv_heads=1, head_dim=512, slots=70, window=1
+    ),
     "bfloat16": Case(dtype="bfloat16", heads=6, head_dim=32, sinks=True),
 }
 

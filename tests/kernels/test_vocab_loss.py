@@ -15,6 +15,7 @@ from pallas_kernels import ahead_of_time, launch
 from pallas_kernels.launch import Launch
 from pallas_kernels.vocab_loss import LOSSES, shapes, target_argmax, vocab_loss
 from tests.kernels import vocab_oracle
+from tests.kernels.closeness import tolerance
 from tests.kernels.compile_for_gpu import (
     DEVICE_NAMES,
     FIGURE_DEVICES,
@@ -83,7 +84,11 @@ def _run(
     return found, gradients
 
 
-def _compare(found, gradients, expected, weights, trainable=True, bound=1.0):
+def _compare(found, gradients, expected, weights, trainable=True, dtype=np.float32, allow=None):
+    """Within the tolerance of a sum over the target's vocabulary.
+
+    `allow`: what to multiply the tolerance of a quantity by, where the question is ill-conditioned.
+    """
     used = weights != 0
     for name in CHOICES:
         np.testing.assert_array_equal(
@@ -95,13 +100,9 @@ def _compare(found, gradients, expected, weights, trainable=True, bound=1.0):
     got = {name: getattr(found, name) for name in VALUES}
     got["d_hidden"], got["d_head"] = gradients
     for name, value in wanted.items():
-        scale = max(1.0, np.max(np.abs(value)))
+        bound = tolerance(value, V, dtype) * (allow(name, value) if allow else 1.0)
         np.testing.assert_allclose(
-            np.asarray(got[name], np.float64),
-            value,
-            rtol=0,
-            atol=bound * 4e-6 * scale,
-            err_msg=name,
+            np.asarray(got[name], np.float64), value, rtol=0, atol=bound, err_msg=name
         )
 
 
@@ -179,8 +180,16 @@ def test_any_values(seed, scale, used, shift):
     expected = vocab_oracle.evaluate(*arrays, loss="kl", cap=6.0)
     # Equal draft logits agree or not by rounding alone.
     expected["agreement"] = np.asarray(found.agreement) if scale < 1 else expected["agreement"]
-    # float32 holds 60 to 4e-6, and the shift's head row multiplies what is left by 60 again.
-    _compare(found, gradients, expected, arrays[5], bound=20.0 if shift == 0 else 1000.0)
+
+    def allow(name, value):
+        # float32 holds a logit of 60 to 4e-6, which is the relative error of exp of it. In d_hidden
+        # the shift's head row adds up to nothing, each term 60 times a probability's error.
+        factor = max(1.0, expected["largest_logit"] / 8)
+        if name == "d_hidden" and shift:
+            factor *= 3.0 * np.max(expected["d_hidden_terms"]) / max(np.max(np.abs(value)), 1e-6)
+        return factor
+
+    _compare(found, gradients, expected, arrays[5], allow=allow)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +202,7 @@ def test_bfloat16(implementation):
     ]
     found, gradients = _run(*arrays, loss="kl", chunks=(8, 48), implementation=implementation)
     expected = vocab_oracle.evaluate(*arrays, loss="kl")
-    _compare(found, gradients, expected, arrays[5], bound=2500.0)
+    _compare(found, gradients, expected, arrays[5], dtype=jnp.bfloat16)
 
 
 def test_values_without_gradient_are_the_same():

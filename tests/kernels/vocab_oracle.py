@@ -63,5 +63,8 @@ def evaluate(h, w_draft, g, w_target, ids, weights, *, loss, cap=None, outside="
         "target_argmax": best,
         "in_draft_vocabulary": inside,
         "d_hidden": dz @ w_draft.T,
+        # What is added up in d_hidden, and the logits: how well conditioned the question is.
+        "d_hidden_terms": np.abs(dz) @ np.abs(w_draft.T),
+        "largest_logit": max(np.abs(z).max(), np.abs(full).max()),
         "d_head": h.T @ dz,
     }
