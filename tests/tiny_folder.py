@@ -33,11 +33,12 @@ CONFIG = {
 }
 
 
-def write_tiny_model(folder: Path, seed: int = 0) -> Path:
+def write_tiny_model(folder: Path, seed: int = 0, hidden: int = 24) -> Path:
     """A random llama of five layers with a byte-level tokenizer; returns `folder`."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
-    hidden, inner, width = 24, 40, 8
+    inner, width = 40, 8
+    config = {**CONFIG, "hidden_size": hidden}
     tensors = {"model.embed_tokens.weight": (264, hidden), "model.norm.weight": (hidden,)}
     for layer in range(CONFIG["num_hidden_layers"]):
         name = f"model.layers.{layer}."
@@ -58,7 +59,7 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     }
     write_safetensors(folder / "model.safetensors", arrays, {"format": "pt"})
     write_folder(
-        folder, byte_level_backend(SPECIALS), template=TEMPLATE, eos_token="<|end|>", config=CONFIG
+        folder, byte_level_backend(SPECIALS), template=TEMPLATE, eos_token="<|end|>", config=config
     )
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     return folder

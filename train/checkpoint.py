@@ -94,13 +94,14 @@ class Checkpoints:
         """The newest (or best) state, laid out as `like` on `mesh`, and its record.
 
         Raises:
-            ValueError: no checkpoint, or one of a run that differs in more than place and pace.
+            ValueError: no checkpoint, one that is damaged, or one of a run that differs in more
+                than place and pace.
         """
         manager = self._best if best else self._last
         step = manager.latest_step() if step is None else step
         if step is None:
             raise ValueError(f"{self._folder}: no complete checkpoint to resume from.")
-        saved = Record(**manager.restore(step, args=ocp.args.Composite(record=_JSON)).record)
+        saved = Record(**self._read(manager, step, record=_JSON).record)
         different = differences(saved.recipe, recipe)
         if different:
             raise ValueError(
@@ -114,10 +115,20 @@ class Checkpoints:
                 wanted,
                 state_shardings(wanted, mesh),
             )
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-        found = manager.restore(step, args=arguments).state
+        found = self._read(manager, step, state=ocp.args.StandardRestore(wanted)).state
         key = jax.random.wrap_key_data(found.key, impl=jax.random.key_impl(like.key))
         return found._replace(key=key), saved
+
+    def _read(self, manager: ocp.CheckpointManager, step: int, **items: Any) -> Any:
+        try:
+            return manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # orbax has no class of its own for what it cannot read
+            folder = self._folder / ("best" if manager is self._best else "last") / str(step)
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"{folder}: cannot be restored ({reason}); without this folder a run goes on from "
+                "the checkpoint before."
+            ) from error
 
     def wait(self) -> None:
         """Until everything is on disk. Raises what a save failed with."""

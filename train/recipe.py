@@ -72,8 +72,8 @@ class DataPart:
 class ObjectivePart:
     """The objective. `kind` "eagle-3" trains by training-time test over `unroll_steps` steps.
 
-    num_depths, ratio, min_ratio: of COD sampling. chunk_rows: slots of a rollout chunk; None is
-    2,048. num_segments: of Algorithm 1. decay: weight of step t of EAGLE-3 is decay ** t.
+    num_depths, ratio, min_ratio: of COD sampling. chunk_rows: slots of a rollout chunk; None is a
+    24th of the rollout rows, at most 2,048. num_segments: of Algorithm 1. decay: weight of step t of EAGLE-3 is decay ** t.
     """
 
     kind: Literal["p-eagle", "eagle-3"] = "p-eagle"
@@ -159,6 +159,11 @@ class Recipe:
                 _ = self.objective.cod
             except ValueError as error:
                 raise ValueError(f"objective.{error}") from None
+            longest, chunk = self.objective.num_depths - 1, self.objective.chunk_rows
+            if chunk is not None and chunk < longest:
+                raise ValueError(
+                    f"objective.chunk_rows is {chunk}; at least {longest}, one whole rollout."
+                )
         if self.drafter.taps == ():
             raise ValueError("drafter.taps is empty; name at least one layer.")
 

@@ -32,7 +32,7 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     if not 2 < taps[1] < taps[2]:
         raise ValueError(
             f"a target of {num_layers} layers has no default taps: {taps} are not three different "
-            "layers in ascending order; set drafter.taps."
+            "layers in ascending order; set drafter.taps (capture: --taps)."
         )
     return taps
 

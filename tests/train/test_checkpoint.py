@@ -1,5 +1,7 @@
 """Checkpoints: what comes back, on which devices, and what is never picked."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +79,28 @@ def test_half_a_checkpoint_is_never_picked_G5(tmp_path):
         checkpoints.wait()
         assert checkpoints.latest() == 2
         assert int(checkpoints.restore(make_state(), RECIPE)[0].step) == 2
+
+
+def test_a_damaged_checkpoint_is_an_error_and_not_a_reset_E16(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(make_state(step=step), record())
+            checkpoints.wait()
+    for item in ("record", "state"):
+        shutil.move(tmp_path / "last" / "2" / item, tmp_path / item)
+        with Checkpoints(tmp_path) as checkpoints:
+            with pytest.raises(ValueError, match=r"last/2: cannot be restored .*Item .* not found"):
+                checkpoints.restore(make_state(), RECIPE)
+        shutil.move(tmp_path / item, tmp_path / "last" / "2" / item)
+    other = make_state()
+    other.learned["head"] = jnp.zeros((8, 20), jnp.float32)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=r"last/2: cannot be restored .*\(8, 16\)"):
+            checkpoints.restore(other, RECIPE)
+    # Without the damaged one, the run goes on from the one before.
+    shutil.rmtree(tmp_path / "last" / "2")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert int(checkpoints.restore(make_state(), RECIPE)[0].step) == 1
 
 
 def test_a_failure_in_the_background_reaches_the_loop_G5(tmp_path, monkeypatch):

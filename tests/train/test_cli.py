@@ -63,7 +63,18 @@ def test_failures_are_one_message_and_exit_code_1(target, capsys, arguments, mes
     assert error.startswith("peagle-train prepare: error: ") and message in error
 
 
-@pytest.mark.parametrize("arguments", [[], ["frobnicate"], ["prepare"], ["prepare", "--oops"]])
+WRONG = [
+    [],
+    ["frobnicate"],
+    ["prepare"],
+    ["prepare", "--oops"],
+    ["capture", "rows", "--target", "t", "--output", "o", "--batch-size", "0"],
+    ["regenerate", "--magpie", "0", "--target", "t", "--output", "o"],
+    ["evaluate", "head", "--target", "t", "--data", "rows", "-k", "0"],
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
 def test_wrong_usage_is_exit_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)

@@ -47,6 +47,7 @@ def test_defaults_are_the_paper_s(tmp_path):
         (MINIMAL + '[objective]\npartition = "flat"\n', "choose one of structured"),
         ("[target\n", "not TOML"),
         (MINIMAL.replace("steps = 10", "steps = 0"), "train.steps is 0; at least 1"),
+        (MINIMAL + "[objective]\nchunk_rows = 6\n", "objective.chunk_rows is 6; at least 7"),
         (MINIMAL + "[mesh]\ndata = 0\n", "mesh.data is 0; at least 1"),
         (MINIMAL + "log_every = 0\n", "output.log_every is 0; at least 1"),
         (MINIMAL + "keep = 0\n", "output.keep is 0; at least 1"),

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from train import distributed
+from train.commands import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--taps", type=int, nargs="+", help="convention T; default 2, L // 2, L - 3"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--shard-rows", type=int, default=65_536, help="tokens of a shard")
+    parser.add_argument("--batch-size", type=positive, default=8)
+    parser.add_argument("--shard-rows", type=positive, default=65_536, help="tokens of a shard")
     distributed.add_arguments(parser)
 
 

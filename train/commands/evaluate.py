@@ -4,16 +4,21 @@ import argparse
 import json
 from pathlib import Path
 
+from peagle_jax.cli_flags import num_speculative_tokens
+from train.commands import positive
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("drafter", help="folder of the drafter")
     parser.add_argument("--target", required=True, help="folder, .gguf file or name of the target")
     parser.add_argument("--data", required=True, help="prepared data set whose prompts to answer")
-    parser.add_argument("-k", type=int, nargs="+", default=[1, 2, 3, 4, 5, 7], metavar="K")
-    parser.add_argument("--prompts", type=int, default=80, help="rows of the data set to use")
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument(
+        "-k", type=num_speculative_tokens, nargs="+", default=[1, 2, 3, 4, 5, 7], metavar="K"
+    )
+    parser.add_argument("--prompts", type=positive, default=80, help="rows of the data set to use")
+    parser.add_argument("--max-tokens", type=positive, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=positive, default=8)
     parser.add_argument("--method", choices=("p-eagle", "eagle3"))
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
 

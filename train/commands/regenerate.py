@@ -3,18 +3,20 @@
 import argparse
 import sys
 
+from train.commands import positive
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", nargs="*", help="conversations, as for prepare")
-    parser.add_argument("--magpie", type=int, metavar="N", help="invent N prompts instead")
+    parser.add_argument("--magpie", type=positive, metavar="N", help="invent N prompts instead")
     parser.add_argument("--target", required=True, help="folder, .gguf file or name of the target")
     parser.add_argument("--drafter", default="auto", help='head to speed it up; "none" for none')
     parser.add_argument("--output", required=True, help=".jsonl file; goes on if it is there")
-    parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--max-tokens", type=positive, default=2048)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--batch-size", type=positive, default=32)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -202,7 +202,7 @@ def batches(source: SampleSource, config: PipelineConfig) -> Batches:
     if config.drop_remainder and len(packing.bins) < config.global_batch:
         raise ValueError(
             f"{len(packing.bins)} packed sequences do not fill a batch of {config.global_batch}; "
-            "lower the batch size, or set drop_remainder=False."
+            "lower global_batch, or keep the remainder."
         )
     dataset = grain.MapDataset.range(len(packing.bins)).seed(config.seed)
     if config.shuffle:
