@@ -73,7 +73,8 @@ class ObjectivePart:
     """The objective. `kind` "eagle-3" trains by training-time test over `unroll_steps` steps.
 
     num_depths, ratio, min_ratio: of COD sampling. chunk_rows: slots of a rollout chunk; None is a
-    24th of the rollout rows, at most 2,048. num_segments: of Algorithm 1. decay: weight of step t of EAGLE-3 is decay ** t.
+    24th of the rollout rows, at most 2,048. num_segments: of Algorithm 1. decay: weight of step t
+    of EAGLE-3 is decay ** t.
     """
 
     kind: Literal["p-eagle", "eagle-3"] = "p-eagle"
