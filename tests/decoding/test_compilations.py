@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -27,7 +28,7 @@ class Counting(Mixed):
         return super().prefill(*args)
 
 
-def test_i9_one_program_per_bucket_and_none_after():
+def test_one_program_per_bucket_and_none_after_I9():
     """Prompts of 5, 6, 7, 9 and 17 tokens, every number of drafts, whatever is accepted."""
     method = Counting((), 4, tiny.VOCAB)
     fn = make_generate_fn(
@@ -64,7 +65,7 @@ def test_prompt_buckets(length, bucket):
     assert prompt_bucket(length, 512) == bucket
 
 
-def test_i8_a_donated_state_is_gone_and_a_new_one_is_not():
+def test_a_donated_state_is_gone_and_a_new_one_is_not_I8():
     fn = programs.plain()
     first = fn.init([[1, 2]], [sampling()], batch_size=5)
     second = fn.init([[1, 2]], [sampling()], batch_size=5)
@@ -74,6 +75,18 @@ def test_i8_a_donated_state_is_gone_and_a_new_one_is_not():
         fn.compiled.prefill(fn.params, first, chunk=programs.CHUNK)
     again = fn.compiled.prefill(fn.params, second, chunk=programs.CHUNK)
     np.testing.assert_array_equal(done.tokens, again.tokens)
+
+
+def test_states_of_the_same_requests_share_no_array_I8():
+    """Requests already on the device, used for two states: donating one leaves the other."""
+    fn = programs.plain()
+    requests = jax.device_put(fn.requests([[1, 2]], [sampling()], batch_size=5))
+    states = [fn.compiled.empty(*requests), fn.empty_state(*requests), fn.compiled.empty(*requests)]
+    outputs = []
+    for state in states:
+        state = fn.compiled.prefill(fn.params, state, chunk=programs.CHUNK)
+        outputs += fn.outputs(fn.compiled.step(fn.params, state, np.int32(UNTIL_DONE)))
+    assert outputs == programs.run_plain([[1, 2]], [sampling()])[0] * 3
 
 
 def test_a_chunk_larger_than_the_program_allows_is_refused():

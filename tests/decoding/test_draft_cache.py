@@ -67,7 +67,7 @@ def fresh_cache(tokens, count):
 
 
 @pytest.mark.parametrize("behaviour", [Behaviour.AGREES, Behaviour.FICKLE, Behaviour.ERRS])
-def test_c6_committed_rows_hold_true_states(behaviour):
+def test_committed_rows_hold_true_states_C6(behaviour):
     """Whatever was accepted, the draft cache equals that of a fresh pass over the same tokens."""
     _, _, state = after_rounds(behaviour, 2)
     draft = state.draft[0]
@@ -83,7 +83,7 @@ def test_c6_committed_rows_hold_true_states(behaviour):
 
 
 @pytest.mark.parametrize("behaviour", [Behaviour.AGREES, Behaviour.ERRS])
-def test_a4_short_prompts_pair_as_the_trainer_does(behaviour):
+def test_short_prompts_pair_as_the_trainer_does_A4(behaviour):
     """Prompts of one and two tokens: the rows in the draft cache are the trainer's, one by one."""
     prompts = [[7], [7, 8]]
     _, _, state = after_rounds(behaviour, 2, prompts)
@@ -98,14 +98,21 @@ def test_a4_short_prompts_pair_as_the_trainer_does(behaviour):
         np.testing.assert_allclose(draft.cache.layers[0].keys[row, :count], expected, atol=1e-5)
 
 
-def test_a9_rejected_rows_leave_nothing_that_is_read():
+@pytest.mark.parametrize("accepted", [0, 2], ids=["seven rejected", "five rejected"])
+def test_rejected_rows_leave_nothing_that_is_read_A9(accepted):
     """A round adds accepted + 1 tokens; junk in every stale slot changes nothing."""
-    fn, values, state = after_rounds(Behaviour.FICKLE, 1)
-    depth = np.asarray(state.draft_depth)
-    accepted = (depth > 0).sum(1)[:2]
+    params = [sampling(max_tokens=30)] * 2
+    _, plain = programs.run_plain(PROMPTS, params, features=GREEDY)
     lengths = np.array([len(prompt) for prompt in PROMPTS]) + 1
+    told = np.array(plain.tokens)
+    for row, length in enumerate(lengths):
+        told[row, length + accepted :] = (told[row, length + accepted :] + 1) % tiny.VOCAB
+    fn = programs.scripted(K, GREEDY, network=True)
+    values, state = programs.start(fn, PROMPTS, params, told, Behaviour.AGREES)
+    state = fn.compiled.step(values, state, np.int32(1))
+    drafts, depth = np.asarray(state.round_drafts)[:2], np.asarray(state.draft_depth)[:2]
+    assert drafts.max(1).tolist() == [K, K] and (depth > 0).sum(1).tolist() == [accepted] * 2
     np.testing.assert_array_equal(np.asarray(state.committed)[:2], lengths + accepted + 1)
-    fn, values, state = after_rounds(Behaviour.FICKLE, 2)
 
     def poison(cache, first_stale):
         def one(layer: LayerCache) -> LayerCache:
@@ -135,9 +142,11 @@ def test_a9_rejected_rows_leave_nothing_that_is_read():
     np.testing.assert_array_equal(clean.tokens, dirty.tokens)
     np.testing.assert_array_equal(clean.round_drafts, dirty.round_drafts)
     np.testing.assert_array_equal(clean.draft_depth, dirty.draft_depth)
+    for row, count in enumerate(np.asarray(dirty.committed)[:2]):
+        np.testing.assert_array_equal(dirty.tokens[row, :count], plain.tokens[row, :count])
 
 
-def test_c3_a_write_at_the_end_moves_nothing():
+def test_a_write_at_the_end_moves_nothing_C3():
     cache = LayerCache(jnp.zeros((1, 8, 1, 1)), jnp.zeros((1, 8, 1, 1)))
     rows = jnp.ones((1, 4, 1, 1), jnp.float32)
     cache = write_layer(cache, rows, rows, jnp.array([[6, 7, 8, 9]], jnp.int32))

@@ -39,9 +39,10 @@ def test_a_seed_gives_its_text_for_every_k_and_neighbour_B9():
 
 def test_equal_rows_of_the_head_give_the_lower_id_B13():
     """Ids 4 and 9 have the same embedding and head row, so their logits tie exactly."""
-    target = tiny.make_target(tiny.TARGETS["llama"])
-    table = target.embedding.get_value()
+    target = tiny.make_target(programs.target().config)
+    table, head = target.embedding.get_value(), target.head.get_value()
     target.embedding.set_value(table.at[9].set(table[4]))
+    target.head.set_value(head.at[:, 9].set(head[:, 4]))
     values = nnx.state(target)
     params = [sampling(logit_bias={4: 30.0, 9: 30.0})]
     fn = programs.plain()
@@ -69,7 +70,7 @@ def test_unequal_prompts_alone_and_together_C13():
 
 def test_penalties_count_drafts_of_the_block_B11():
     """A bias makes the model love id 5, which is in the prompt of some rows."""
-    love = {5: 15.0}
+    love = {5: 4.0}
     params = [
         sampling(logit_bias=love),
         sampling(logit_bias=love, repetition_penalty=3.0),
@@ -79,8 +80,7 @@ def test_penalties_count_drafts_of_the_block_B11():
     ]
     found, _ = programs.compare([[5, 1], [5, 1], [5, 1], [2, 1], [5, 2]], params)
     counts = [output.count(5) for output in found]
-    assert counts[0] > counts[3] > 0
-    assert counts[0] > counts[1]
+    assert counts[0] == 20 > max(counts[1:]) and min(counts) > 0
 
 
 def test_admitted_rows_decode_as_if_alone():
