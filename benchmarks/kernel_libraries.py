@@ -52,8 +52,9 @@ class Dense:
 
 def load(name: str):
     """The module `name`; NotImplementedError that says how to get it where it is missing."""
-    if importlib.util.find_spec(name) is None:
-        raise NotImplementedError(f"{name} is not installed (pip install {name})")
+    package = name.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise NotImplementedError(f"{package} is not installed (pip install {package})")
     return importlib.import_module(name)
 
 

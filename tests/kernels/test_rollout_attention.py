@@ -319,9 +319,13 @@ def _needed(allowed, tile, block):
 
 
 def _visits(function, *arguments):
-    """Result of an interpreted kernel, and how often it loaded each operand."""
+    """Result of an interpreted kernel; how often it loaded each operand, and elements stored."""
     visits = collections.Counter()
-    with memory.observing(lambda kind, label, elements: visits.update([(kind, label)])):
+
+    def observe(kind, label, elements):
+        visits[kind, label] += elements if kind == "store" else 1
+
+    with memory.observing(observe):
         result = jax.block_until_ready(jax.jit(lambda *values: function(*values))(*arguments))
         jax.effects_barrier()
     return result, visits
@@ -397,12 +401,18 @@ def test_visited_blocks(packed_workload):
         for label, part in (("k", prefix), ("own_k", own_part)):
             needed = sum(_needed(m, 128, 64) for m in part)
             assert needed <= visits["load", label] <= 1.15 * needed, label
+        # Every element of every output once and nothing else: none is left poisoned, none is hit
+        # outside. (3,000 rows are no multiple of a tile.)
+        assert (visits["store", "out"], visits["store", "lse"]) == (out.size, lse.size)
         backward = functools.partial(triton.backward, scale=SCALE, interpret=True)
         _, visits = _visits(backward, *arguments, out, lse, x["d_out"], jnp.zeros_like(lse))
         # Queries: once per tile in dQ, then once per visited pair in the two kernels of dK and dV.
         tiles = 2 * -(-rows // 128)
         needed = sum(_needed(m, 128, 64) for part in (prefix, own_part) for m in part)
         assert needed <= visits["load", "q"] - tiles <= 1.15 * needed
+        assert visits["store", "d_q"] == x["q"].size
+        for name in ("k", "v"):
+            assert visits["store", f"d_{name}"] == x[name].size + x[f"own_{name}"].size
 
 
 # --- compiled for GPUs --------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels import ahead_of_time, launch
 from pallas_kernels.launch import Launch
 from pallas_kernels.vocab_loss import LOSSES, shapes, target_argmax, vocab_loss
+from pallas_kernels.vocab_loss.losses import Statistics
 from tests.kernels import vocab_oracle
 from tests.kernels.closeness import tolerance
 from tests.kernels.compile_for_gpu import (
@@ -23,6 +24,7 @@ from tests.kernels.compile_for_gpu import (
     needs_cuda_plugin,
     needs_kernel_figures,
 )
+from tests.kernels.counting import count_accesses
 
 R, H, HT, V, VD = 21, 24, 40, 157, 61
 VALUES = ("loss_sum", "weight_sum", "row_losses", "acceptance")
@@ -261,6 +263,23 @@ def test_no_row_counts():
     assert all(np.all(np.asarray(g) == 0) for g in gradients)
 
 
+def test_the_kernels_write_every_element_once():
+    """And nothing else: no element is left poisoned, none is hit outside."""
+    arrays = _arrays()
+    rows, columns = 24, 48  # three chunks of 8 rows; two of 48 columns, the second moved back
+
+    def run(*arrays):
+        return _run.__wrapped__(*arrays, chunks=(8, columns), implementation="interpret")
+
+    _, counts = count_accesses(run, *arrays)
+    stored = {label: count for (kind, label), count in counts.items() if kind == "store"}
+    assert stored.pop("dz") == rows * columns * 2
+    # One number per row, chunk of columns and block of 32 of them.
+    assert stored.pop("acceptance") == rows * 2 * 2
+    # The 61 columns are four blocks of 16, each a split of its own.
+    assert stored == dict.fromkeys(Statistics._fields, rows * 4)
+
+
 def test_no_array_of_rows_times_vocabulary():
     """Temporaries stay far below one [R, Vd] float32 array when chunked; 10,007 is prime."""
     rows, vocab = 2048, 10_007
@@ -329,7 +348,11 @@ class TestCompiles:
 
         arguments = [shapes.abstract_arguments(shape) for shape in chosen]
         compiled = ahead_of_time.compile_for(program, device, *arguments)
-        found = collections.Counter(ahead_of_time.kernel_calls(compiled.as_text()))
+        text = compiled.as_text()
+        for shape in chosen:
+            for vocab in {shape.vocab, shape.draft_vocab} - {None}:
+                assert f"[{shape.rows},{vocab}]" not in text, "an array of rows x vocabulary"
+        found = collections.Counter(ahead_of_time.kernel_calls(text))
         assert found == {
             "vocab_loss_statistics": len(chosen),
             "vocab_loss_acceptance": 1,
