@@ -31,7 +31,9 @@ def main() -> int:
     memory.add_argument("--device", default="h200")
     speed = commands.add_parser("speed", help="rows/s against the public library, on this CPU")
     speed.add_argument("--library", help="Python executable that can import speculators")
-    speed.add_argument("--size", choices=("tiny", "smollm2"), nargs="+", default=["tiny"])
+    speed.add_argument(
+        "--size", choices=("tiny", "smollm2", "smollm2-1k"), nargs="+", default=["tiny"]
+    )
     speed.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     return measure_memory(args) if args.command == "memory" else measure_speed(args)
@@ -67,21 +69,25 @@ def measure_memory(args: argparse.Namespace) -> int:
 def measure_speed(args: argparse.Namespace) -> int:
     """Rows (sampled elements) per second, forward and backward, ours and the library's."""
     folder = pathlib.Path(__file__).parent
-    found: dict[str, dict[str, float]] = {}
+    path = RESULTS / "training_speed.json"
+    content = json.loads(path.read_text()) if path.is_file() else {"figures": {}}
+    found = content["figures"]
     for size in args.size:
         own: dict[str, list[float]] = {"peagle-jax": [], "speculators": []}
-        runs = {"peagle-jax": [sys.executable, str(folder / "training_speed.py"), "ours"]}
+        # -P: the files beside the script must not hide packages of the same names.
+        script = ["-P", str(folder / "training_speed.py")]
+        runs = {"peagle-jax": [sys.executable, *script, "ours"]}
         if args.library:
-            runs["speculators"] = [args.library, str(folder / "training_speed.py"), "library"]
+            runs["speculators"] = [args.library, *script, "library"]
         for name, command in runs.items():
             done = subprocess.run(
                 [*command, size, str(args.repeats)],
-                capture_output=True, text=True, check=True, cwd=folder.parent,
+                stdout=subprocess.PIPE, text=True, check=True, cwd=folder.parent,
             )  # fmt: skip
             own[name] = json.loads(done.stdout.splitlines()[-1])
         found[size] = {name: median(rates) for name, rates in own.items() if rates}
         print(size, {name: f"{rate:,.0f} rows/s" for name, rate in found[size].items()})
-    write_json(RESULTS / "training_speed.json", {"environment": environment(), "figures": found})
+        write_json(path, content | {"environment": environment()})
     return 0
 
 

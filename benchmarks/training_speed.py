@@ -1,6 +1,6 @@
 """Sampled rows per second, forward and backward, on this CPU: ours or the public library's.
 
-    python benchmarks/training_speed.py ours|library tiny|smollm2 REPEATS
+    python benchmarks/training_speed.py ours|library tiny|smollm2|smollm2-1k REPEATS
 
 Prints one JSON list of rates. Both sides get one all-supervised sequence, the same sizes and the
 same draw (nested rollouts, each depth kept with chance 0.8); weights are random on either side, as
@@ -16,11 +16,28 @@ from collections.abc import Callable
 import numpy as np
 
 SIZES = {
-    "tiny": {"hidden": 64, "inner": 128, "heads": 4, "kv": 2, "width": 16, "vocab": 512,
-             "layers": 4, "rows": 512},
-    "smollm2": {"hidden": 576, "inner": 1536, "heads": 9, "kv": 3, "width": 64, "vocab": 49_152,
-                "layers": 4, "rows": 256},
-}  # fmt: skip
+    "tiny": {
+        "hidden": 64,
+        "inner": 128,
+        "heads": 4,
+        "kv": 2,
+        "width": 16,
+        "vocab": 512,
+        "layers": 4,
+        "rows": 512,
+    },
+    "smollm2": {
+        "hidden": 576,
+        "inner": 1536,
+        "heads": 9,
+        "kv": 3,
+        "width": 64,
+        "vocab": 49_152,
+        "layers": 4,
+        "rows": 256,
+    },
+}
+SIZES["smollm2-1k"] = {**SIZES["smollm2"], "rows": 1024}  # fmt: skip
 DEPTHS = 8
 
 

@@ -40,6 +40,8 @@ from train.spread import sequence_shards
 
 # Most slots of a rollout chunk where nothing else is asked for.
 CHUNK_ROWS = 2048
+# Chunks are not cut smaller than this for the sake of less padding.
+FEWEST_ROWS = 256
 # Parameters that mask rows read; the rest reaches them through MaskInputs and the stream.
 _READ_BY_MASK_ROWS = ("layers", "norm", "head")
 
@@ -101,10 +103,12 @@ def make_objective(
 
 def default_chunk_rows(most: int, longest: int) -> int:
     """Slots of a chunk: 24 chunks where all is supervised, so that the last, part-filled one is a
-    small part of them even where half is; at most CHUNK_ROWS, for memory."""
-    rows = -(-most // 24)
-    rows = -(-rows // 64) * 64 if rows > 64 else rows
-    return max(min(CHUNK_ROWS, rows), longest, 1)
+    small part of them even where half is; at most CHUNK_ROWS, for memory. Short sequences have
+    fewer, as each chunk reads all parameters and adds to all their gradients."""
+    count = max(1, min(24, -(-most // FEWEST_ROWS)))
+    rows = -(-most // count)
+    multiple = 64 if rows > FEWEST_ROWS else 16
+    return max(min(CHUNK_ROWS, -(-rows // multiple) * multiple), longest, 1)
 
 
 def loss_sum(
