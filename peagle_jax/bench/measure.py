@@ -1,7 +1,8 @@
 """Methods x K x concurrency in one process, taken in turns, so that a slow minute hits all alike.
 
-At concurrency 1 the turns change with every prompt, else with every pass over the prompt list; who
-goes first moves on from one to the next. What runs is a session (session.py, peers.py).
+At concurrency 1 the turns change with every prompt, else with every block of prompts (all of them
+where nothing else is asked for); who goes first moves on from one to the next. What runs is a
+session (session.py, peers.py).
 """
 
 import dataclasses
@@ -56,15 +57,18 @@ def measure(
     *,
     concurrency: Sequence[int],
     repeats: int = 1,
+    block: int | None = None,
 ) -> Iterator[list[Measurement]]:
     """Run everything; after each turn of one arm, all measurements so far.
 
+    block: requests of a turn above concurrency 1; None is all. Rows run empty at the end of each,
+    so a block is a whole number of batches, or long.
     At every yield the finished arms of a turn hold the same prompts.
     """
     finished: list[Measurement] = []
     for rows in concurrency:
         current = {arm: Measurement(arm, rows) for arm in arms}
-        for _ in _turns(current, make_session, requests, rows, repeats):
+        for _ in _turns(current, make_session, requests, rows, repeats, block):
             yield finished + [one for one in current.values() if one.records]
         finished += [one for one in current.values() if one.records]
 
@@ -75,11 +79,13 @@ def _turns(
     requests: Sequence[Request],
     rows: int,
     repeats: int,
+    block: int | None,
 ) -> Iterator[None]:
     """At one concurrency: every block of prompts by every arm; yields after each."""
-    blocks = [[request] for request in requests] if rows == 1 else [list(requests)]
+    size = 1 if rows == 1 else block or len(requests)
+    blocks = [requests[at : at + size] for at in range(0, len(requests), size)]
     order, sessions = list(current), {}
-    for turn, block in enumerate(blocks * repeats):
+    for turn, part in enumerate(blocks * repeats):
         first = turn % len(order)
         for arm in order[first:] + order[:first]:
             session = sessions.pop(arm, None)
@@ -88,8 +94,8 @@ def _turns(
                 if session is None:
                     continue
                 current[arm].warm_up_s += session.warm_up(requests)
-            current[arm].add(session.run(block))
-            # Many rows have large caches: one session at a time then; programs stay compiled.
-            if rows == 1:
+            current[arm].add(session.run(part))
+            # Many rows have large caches: one session at a time, where it has only one turn.
+            if len(blocks) > 1:
                 sessions[arm] = session
             yield

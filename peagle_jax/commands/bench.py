@@ -38,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-prompts", type=_positive, metavar="N", help="so many, spread over the data set"
     )
     group.add_argument(
+        "--skip",
+        type=_skipped,
+        default=0,
+        metavar="N",
+        help="leave out the first N of these, to go on behind an interrupted run",
+    )
+    group.add_argument(
         "--methods",
         type=_methods,
         metavar="A,B",
@@ -85,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="free rows to wait for before they take the next prompts (default 1: at once). A "
         "prefill pass runs all rows in flight, so more saves work where only acceptance matters",
     )
+    group.add_argument(
+        "--block",
+        type=_positive,
+        metavar="N",
+        help="with more than one in flight, take turns after every N prompts (default: all), so "
+        "that an interrupted run has the same prompts of every method",
+    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--json", action="store_true", help="print one JSON object to standard output, no table"
@@ -121,7 +135,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except DatasetError as error:
         raise UsageError(str(error)) from None
-    return run_with(load(arguments), prompts, arguments)
+    if arguments.skip >= len(prompts):
+        raise UsageError(f"--skip {arguments.skip}: there are only {len(prompts)} prompts")
+    return run_with(load(arguments), prompts[arguments.skip :], arguments)
 
 
 def load(arguments: argparse.Namespace) -> Any:
@@ -175,7 +191,12 @@ def run_with(models: Any, prompts: Any, arguments: argparse.Namespace) -> int:
             )
         )
         turns = measure(
-            arms, make, requests, concurrency=arguments.concurrency, repeats=arguments.repeats
+            arms,
+            make,
+            requests,
+            concurrency=arguments.concurrency,
+            repeats=arguments.repeats,
+            block=arguments.block,
         )
         written = time.monotonic()
         try:
@@ -265,6 +286,8 @@ def _settings(arguments: argparse.Namespace, requests: list[Any]) -> dict[str, A
         "repeats": arguments.repeats,
         "rounds_per_step": arguments.rounds_per_step,
         "refill": arguments.refill,
+        "block": arguments.block,
+        "skipped": arguments.skip,
         "warm_up": "each program once on two tokens, before the times",
     }
 
@@ -334,6 +357,10 @@ def _whole(text: str, low: int, high: int | None) -> int:
 
 def _positive(text: str) -> int:
     return _whole(text, 1, None)
+
+
+def _skipped(text: str) -> int:
+    return _whole(text, 0, None)
 
 
 def _concurrency(text: str) -> int:

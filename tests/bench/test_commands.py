@@ -101,6 +101,15 @@ def test_an_interrupted_run_keeps_what_it_measured(tiny, prompts, tmp_path, caps
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
 
 
+def test_an_interrupted_run_goes_on_behind_what_it_has(tiny, prompts, capsys):
+    flags = ("--dataset", prompts, "--methods", "none", "--max-tokens", "12", "--no-chat", "--json")
+    _, whole = run(capsys, *flags)
+    _, rest = run(capsys, *flags, "--skip", "2", "--concurrency", "2", "--refill", "2")
+    (row,) = rest["results"]
+    assert (row["num_requests"], whole["results"][0]["num_requests"]) == (1, 3)
+    assert rest["settings"]["skipped"] == 2
+
+
 def test_the_table_is_for_people(tiny, prompts, capsys):
     flags = ["bench", "--dataset", str(prompts), "--methods", "none", "--max-tokens", "12"]
     assert cli.main([*flags, "--no-chat"]) == 0
@@ -117,6 +126,7 @@ BAD = {
     "rows": (["--concurrency", "1,129"], "--concurrency: '129' is not an integer from 1 to 128"),
     "method": (["--methods", "none,medusa"], "'medusa' is not one of p-eagle, eagle3"),
     "prompts": (["--num-prompts", "0"], "--num-prompts: '0' is not an integer of at least 1"),
+    "skip": (["--skip", "3"], "--skip 3: there are only 3 prompts"),
     "head": (["--drafter", "folder"], "'folder' is not METHOD=HEAD"),
     "file": (["--dataset-path", "/none"], "--dataset-path /none: no such file"),
     "dataset": (["--dataset", "speed-bench"], "--dataset-path"),

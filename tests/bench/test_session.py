@@ -227,3 +227,20 @@ def test_arms_take_turns():
         ("a", 4, 6),
     ]
     assert [len(turn) for turn in turns[:3]] == [1, 2, 2]
+
+
+def test_blocks_take_turns_and_an_interruption_leaves_equal_prompts():
+    sessions = []
+
+    def make(arm, rows):
+        sessions.append(Session(fn := FakeFn(rows), rows, chunk=16, refill=rows, clock=fn.clock))
+        return sessions[-1]
+
+    arms = [Arm("none", None), Arm("p-eagle", 3)]
+    requests = [request(i, (1,), 3) for i in range(5)]
+    turns, counts = measure(arms, make, requests, concurrency=[2], block=2), []
+    for found in turns:  # the measurements grow from turn to turn
+        counts.append([len(one.records) for one in found])
+    assert counts[1::2] == [[2, 2], [4, 4], [5, 5]]
+    assert [one.name for one in found[1].records] == ["0", "1", "2", "3", "4"]
+    assert len(sessions) == 2  # warm ones are kept
