@@ -14,14 +14,6 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import CacheLayout, KernelSharding, expand_batch, expand_tile
 from pallas_kernels.expand_batch import drafting_method, shapes
 from tests.kernels import expand_oracle
-from tests.kernels.compile_for_gpu import (
-    DEVICE_NAMES,
-    FIGURE_DEVICES,
-    assert_all_compile,
-    assert_no_spills,
-    needs_cuda_plugin,
-    needs_kernel_figures,
-)
 from tests.kernels.counting import count_accesses, total
 
 MASK, PADDING = 97, -7
@@ -418,29 +410,3 @@ def test_reports_what_does_not_fit():
         expand_batch(*arrays, method="medusa", mask_token_id=MASK)
     with pytest.raises(ValueError, match="needs a cache layout"):
         expand_batch(*arrays, mask_token_id=MASK, block_table=ints([[0]]))
-
-
-def _program(shape):
-    def expand(positional, arrays):
-        return expand_batch(*positional, **arrays, **shape.keywords())
-
-    return expand
-
-
-class TestCompiles:
-    pytestmark = needs_cuda_plugin
-
-    @pytest.mark.parametrize("device", DEVICE_NAMES)
-    def test_in_a_program(self, device):
-        assert_all_compile(
-            _program, shapes.SHAPES, device, shapes.abstract_arguments, "expand_batch"
-        )
-
-
-class TestFigures:
-    pytestmark = needs_kernel_figures
-
-    @pytest.mark.parametrize("device", FIGURE_DEVICES)
-    def test_no_spills(self, device):
-        for shape in shapes.SHAPES:
-            assert_no_spills(_program(shape), device, shapes.abstract_arguments(shape))

@@ -13,14 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import KernelSharding, fill_hidden, fill_hidden_tile, launch
 from pallas_kernels.fill_hidden import shapes
-from tests.kernels.compile_for_gpu import (
-    DEVICE_NAMES,
-    FIGURE_DEVICES,
-    assert_all_compile,
-    assert_no_spills,
-    needs_cuda_plugin,
-    needs_kernel_figures,
-)
 from tests.kernels.counting import count_accesses, total
 
 # rows of the target, draft rows, hidden size: none a multiple of a block, a single row, one column.
@@ -155,26 +147,3 @@ def test_reports_what_does_not_fit():
         fill_hidden(hidden, jnp.zeros(4, jnp.bfloat16), jnp.zeros(3, int), jnp.zeros(3, bool))
     with pytest.raises(ValueError, match=r"source_rows must be integer \[any\], got int32 \[0\]"):
         fill_hidden(hidden, jnp.zeros(4), jnp.zeros(0, int), jnp.zeros(0, bool))
-
-
-class TestCompiles:
-    pytestmark = needs_cuda_plugin
-
-    @pytest.mark.parametrize("device", DEVICE_NAMES)
-    def test_in_a_program(self, device):
-        assert_all_compile(
-            lambda shape: fill_hidden,
-            shapes.SHAPES,
-            device,
-            shapes.abstract_arguments,
-            "fill_hidden",
-        )
-
-
-class TestFigures:
-    pytestmark = needs_kernel_figures
-
-    @pytest.mark.parametrize("device", FIGURE_DEVICES)
-    def test_no_spills(self, device):
-        for shape in shapes.SHAPES:
-            assert_no_spills(fill_hidden, device, shapes.abstract_arguments(shape))

@@ -11,19 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import ahead_of_time, launch, memory
+from pallas_kernels import launch, memory
 from pallas_kernels.document_attention import document_attention
-from pallas_kernels.interval_attention import intervals, schedule, shapes, triton
+from pallas_kernels.interval_attention import intervals, schedule, triton
 from pallas_kernels.launch import Launch
 from pallas_kernels.rollout_attention import rollout_attention
 from tests.kernels import attention_oracle as oracle
-from tests.kernels.compile_for_gpu import (
-    DEVICE_NAMES,
-    FIGURE_DEVICES,
-    assert_no_spills,
-    needs_cuda_plugin,
-    needs_kernel_figures,
-)
 
 SCALE = 0.3
 # One static shape; which documents and rollouts it holds is data. Neither is a multiple of a block.
@@ -413,62 +406,3 @@ def test_visited_blocks(packed_workload):
         assert visits["store", "d_q"] == x["q"].size
         for name in ("k", "v"):
             assert visits["store", f"d_{name}"] == x[name].size + x[f"own_{name}"].size
-
-
-# --- compiled for GPUs --------------------------------------------------------------------------
-
-ALL = ("gpt-oss/rollouts", "qwen3-coder/rollouts-chunk", "gemma-4-31b/rollouts-chunk")
-ONE = ("gpt-oss/rollouts",)
-
-
-@pytest.fixture
-def table_tiles():
-    """The launch table's own tiles, not the small ones of this file."""
-    token = launch._overrides.set({})
-    yield
-    launch._overrides.reset(token)
-
-
-@pytest.mark.usefixtures("table_tiles")
-class TestCompiles:
-    pytestmark = needs_cuda_plugin
-
-    @pytest.mark.parametrize(
-        "device, names",
-        [
-            pytest.param("h200", ALL, id="h200-all"),
-            *(pytest.param(d, ONE, id=f"{d}-one") for d in DEVICE_NAMES if d != "h200"),
-            *(
-                pytest.param(d, ALL, id=f"{d}-all", marks=pytest.mark.slow)
-                for d in DEVICE_NAMES
-                if d != "h200"
-            ),
-        ],
-    )
-    def test_in_a_program(self, device, names):
-        """Gradients of every head width in one program: it holds the four kernels of each."""
-        chosen = [shape for shape in shapes.SHAPES if shape.name in names]
-
-        def program(*arguments):
-            return [shapes.gradients(s, a) for s, a in zip(chosen, arguments, strict=True)]
-
-        arguments = [shapes.abstract_arguments(shape) for shape in chosen]
-        compiled = ahead_of_time.compile_for(program, device, *arguments)
-        names = ("forward", "d_query", "d_keys", "d_own_keys")
-        expected = {f"interval_attention_{name}": len(chosen) for name in names}
-        assert collections.Counter(ahead_of_time.kernel_calls(compiled.as_text())) == expected
-
-
-@pytest.mark.usefixtures("table_tiles")
-class TestFigures:
-    pytestmark = needs_kernel_figures
-
-    @pytest.mark.parametrize(
-        "device",
-        [pytest.param(d, marks=() if d == "a100" else pytest.mark.slow) for d in FIGURE_DEVICES],
-    )
-    def test_no_spills(self, device):
-        for shape in shapes.SHAPES:
-            if shape.name in ALL:
-                run = functools.partial(shapes.gradients, shape)
-                assert_no_spills(run, device, (shapes.abstract_arguments(shape),))

@@ -13,16 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import KernelSharding, launch, short_query_attention
-from pallas_kernels.short_query_attention import shapes
 from pallas_kernels.short_query_attention.triton import short_query_attention_triton
-from tests.kernels.compile_for_gpu import (
-    DEVICE_NAMES,
-    FIGURE_DEVICES,
-    assert_all_compile,
-    assert_no_spills,
-    needs_cuda_plugin,
-    needs_kernel_figures,
-)
 from tests.kernels.counting import count_accesses
 
 
@@ -394,29 +385,3 @@ def test_heads_that_no_tile_holds():
     np.testing.assert_allclose(short_query_attention(query, cache, cache, positions), query)
     with pytest.raises(NotImplementedError, match="no tile .* holds heads of 1024 float32"):
         short_query_attention(query, cache, cache, positions, implementation="triton")
-
-
-def _program(shape):
-    def attend(positional, arrays):
-        return short_query_attention(*positional, **arrays, **shape.keywords())
-
-    return attend
-
-
-class TestCompiles:
-    pytestmark = needs_cuda_plugin
-
-    @pytest.mark.parametrize("device", DEVICE_NAMES)
-    def test_in_a_program(self, device):
-        assert_all_compile(
-            _program, shapes.SHAPES, device, shapes.abstract_arguments, "short_query_attention"
-        )
-
-
-class TestFigures:
-    pytestmark = needs_kernel_figures
-
-    @pytest.mark.parametrize("device", FIGURE_DEVICES)
-    def test_no_spills(self, device):
-        for shape in shapes.SHAPES:
-            assert_no_spills(_program(shape), device, shapes.abstract_arguments(shape))

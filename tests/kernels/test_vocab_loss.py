@@ -1,6 +1,5 @@
 """The vocabulary loss against dense float64: every loss, chunking, policy and layout."""
 
-import collections
 import contextlib
 import functools
 
@@ -11,19 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import ahead_of_time, launch
+from pallas_kernels import launch
 from pallas_kernels.launch import Launch
-from pallas_kernels.vocab_loss import LOSSES, shapes, target_argmax, vocab_loss
+from pallas_kernels.vocab_loss import LOSSES, target_argmax, vocab_loss
 from pallas_kernels.vocab_loss.losses import Statistics
 from tests.kernels import vocab_oracle
 from tests.kernels.closeness import tolerance
-from tests.kernels.compile_for_gpu import (
-    DEVICE_NAMES,
-    FIGURE_DEVICES,
-    assert_no_spills,
-    needs_cuda_plugin,
-    needs_kernel_figures,
-)
 from tests.kernels.counting import count_accesses
 
 R, H, HT, V, VD = 21, 24, 40, 157, 61
@@ -303,76 +295,3 @@ def test_no_array_of_rows_times_vocabulary():
 def test_errors(change, message):
     with pytest.raises(ValueError, match=message):
         vocab_loss(*map(jnp.asarray, _arrays()), **change)
-
-
-# --- compiled for GPUs --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def table_tiles():
-    """The launch table's own tiles, not the small ones of this file."""
-    token = launch._overrides.set({})
-    yield
-    launch._overrides.reset(token)
-
-
-ALL = ("gpt-oss/full", "gpt-oss/pruned", "qwen3-coder/trained-head", "gemma-4-31b/pruned")
-# Holds every kernel; the others differ in sizes and layouts.
-ONE = ("qwen3-coder/trained-head",)
-
-
-@pytest.mark.usefixtures("table_tiles")
-class TestCompiles:
-    pytestmark = needs_cuda_plugin
-
-    @pytest.mark.parametrize(
-        "device, names",
-        [
-            pytest.param("h200", ALL, id="h200-all"),
-            *(pytest.param(d, ONE, id=f"{d}-one") for d in DEVICE_NAMES if d != "h200"),
-            *(
-                pytest.param(d, ALL, id=f"{d}-all", marks=pytest.mark.slow)
-                for d in DEVICE_NAMES
-                if d != "h200"
-            ),
-        ],
-    )
-    def test_in_a_program(self, device, names):
-        """Losses and gradients of the targets' heads in one program: it holds all kernels."""
-        chosen = [shape for shape in shapes.SHAPES if shape.name in names]
-
-        def program(*arguments):
-            return [
-                shapes.losses_and_gradients(s, a) for s, a in zip(chosen, arguments, strict=True)
-            ]
-
-        arguments = [shapes.abstract_arguments(shape) for shape in chosen]
-        compiled = ahead_of_time.compile_for(program, device, *arguments)
-        text = compiled.as_text()
-        for shape in chosen:
-            for vocab in {shape.vocab, shape.draft_vocab} - {None}:
-                assert f"[{shape.rows},{vocab}]" not in text, "an array of rows x vocabulary"
-        found = collections.Counter(ahead_of_time.kernel_calls(text))
-        assert found == {
-            "vocab_loss_statistics": len(chosen),
-            "vocab_loss_acceptance": 1,
-            "vocab_loss_derivative": len(chosen),
-        }
-
-
-@pytest.mark.usefixtures("table_tiles")
-class TestFigures:
-    pytestmark = needs_kernel_figures
-
-    @pytest.mark.parametrize(
-        "device, names",
-        [
-            pytest.param("a100", ONE, id="a100-one"),
-            *(pytest.param(d, ALL, id=f"{d}-all", marks=pytest.mark.slow) for d in FIGURE_DEVICES),
-        ],
-    )
-    def test_no_spills(self, device, names):
-        for shape in shapes.SHAPES:
-            if shape.name in names:
-                run = functools.partial(shapes.losses_and_gradients, shape)
-                assert_no_spills(run, device, (shapes.abstract_arguments(shape),))
