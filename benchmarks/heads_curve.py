@@ -6,6 +6,7 @@ RUN_FOLDER is that of `python -m examples.smollm2.run`: its logs are copied to
 benchmarks/results/smollm2_training first. Prints a table, and draws the picture beside the logs.
 """
 
+import itertools
 import json
 import shutil
 import sys
@@ -14,33 +15,35 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "smollm2_training"
+RUNS = {"p-eagle": ("p-eagle",), "eagle3": ("eagle3", "eagle3-more")}
+"""The runs of each head, one after the other."""
 STYLES = {"p-eagle": ("#0b3c6f", "o", "-"), "eagle3": ("#c8501e", "s", "--")}
 
 
-def points(records: Sequence[dict[str, Any]], window: int = 10) -> list[dict[str, float]]:
-    """For each record: supervised tokens and CPU seconds so far, and the estimated length.
+def points(runs: Sequence[Sequence[dict[str, Any]]], window: int = 5) -> list[dict[str, float]]:
+    """Points over runs that follow each other: tokens and CPU seconds so far, estimated lengths.
 
     Training records are averaged over `window` of them, as each is of one sequence alone.
     """
-    train = [one for one in records if one["kind"] == "train"]
-    found, tokens = [], 0
-    for index, one in enumerate(train):
-        tokens += one["supervised"]
-        if (index + 1) % window == 0:
-            part = train[index + 1 - window : index + 1]
-            length = sum(r["estimated_acceptance_length"] for r in part) / window
-            found.append(
-                {
-                    "step": one["step"],
-                    "tokens": tokens,
-                    "cpu_seconds": one["cpu_seconds"],
-                    "training": length,
-                }
-            )
-    held_out = {r["step"]: r["estimated_acceptance_length"] for r in records if r not in train}
-    for point in found:
-        if point["step"] in held_out:
-            point["validation"] = held_out[point["step"]]
+    found: list[dict[str, float]] = []
+    steps, tokens, seconds = 0, 0, 0.0
+    for records in runs:
+        lengths: list[float] = []
+        for one in records:
+            length = one["estimated_acceptance_length"]
+            spent = seconds + one["cpu_seconds"]
+            if one["kind"] == "train":
+                tokens += one["supervised"]
+                lengths.append(length)
+                key, value = "training", sum(lengths[-window:]) / window
+                if len(lengths) % window:
+                    continue
+            else:
+                key, value = "validation", length
+            step = steps + one["step"]
+            found.append({"step": step, "tokens": tokens, "cpu_seconds": spent, key: value})
+        steps += records[-1]["step"]
+        seconds += records[-1]["cpu_seconds"]
     return found
 
 
@@ -54,7 +57,8 @@ def draw(curves: dict[str, list[dict[str, float]]], path: Path) -> None:
     for name, found in curves.items():
         color, marker, dash = STYLES[name]
         for axis, key in zip(axes, ("tokens", "cpu_seconds"), strict=True):
-            axis.plot([p[key] for p in found], [p["training"] for p in found], dash, color=color,
+            seen = [p for p in found if "training" in p]
+            axis.plot([p[key] for p in seen], [p["training"] for p in seen], dash, color=color,
                       label=f"{name}, training rows")  # fmt: skip
             held = [p for p in found if "validation" in p]
             axis.plot([p[key] for p in held], [p["validation"] for p in held], marker, color=color,
@@ -72,19 +76,19 @@ def draw(curves: dict[str, list[dict[str, float]]], path: Path) -> None:
 def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     if len(sys.argv) > 1:
-        for name in STYLES:
+        for name in itertools.chain.from_iterable(RUNS.values()):
             shutil.copy(Path(sys.argv[1]) / name / "log.jsonl", RESULTS / f"{name}.jsonl")
     curves = {}
-    for name in STYLES:
-        lines = (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        curves[name] = points([json.loads(line) for line in lines])
+    for name, runs in RUNS.items():
+        logs = [(RESULTS / f"{run}.jsonl").read_text(encoding="utf-8") for run in runs]
+        curves[name] = points([[json.loads(line) for line in log.splitlines()] for log in logs])
     print(f"{'head':<10}{'step':>6}{'tokens':>10}{'CPU s':>8}{'training':>10}{'held out':>10}")
     for name, found in curves.items():
         for p in found:
-            held = f"{p['validation']:.3f}" if "validation" in p else "-"
+            seen, held = (f"{p[k]:.3f}" if k in p else "-" for k in ("training", "validation"))
             print(
-                f"{name:<10}{p['step']:>6.0f}{p['tokens']:>10}{p['cpu_seconds']:>8.0f}"
-                f"{p['training']:>10.3f}{held:>10}"
+                f"{name:<10}{p['step']:>6}{p['tokens']:>10}{p['cpu_seconds']:>8.0f}"
+                f"{seen:>10}{held:>10}"
             )
     draw(curves, RESULTS / "curve.png")
 

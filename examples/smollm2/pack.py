@@ -18,8 +18,8 @@ from train.evaluate import evaluate, prompt_of
 from train.export import run_recipe, trained_drafter
 from train.progress import read_log
 
-HEADS = {"p-eagle": "p-eagle", "eagle3": "eagle3"}
-"""Run folder (and recipe), and the method that drafts with its head."""
+HEADS = {"p-eagle": ("p-eagle",), "eagle3": ("eagle3", "eagle3-more")}
+"""The runs behind the head of each method, one after the other; the last one's best is packed."""
 PROMPTS, MAX_TOKENS, K = 24, 64, 5
 
 CARD = """# {title} for SmolLM2-135M-Instruct
@@ -46,14 +46,19 @@ WHAT = {
 
 
 def pack_heads(folder: Path) -> None:
-    """Write each finished run's best head to `peagle_jax/data/heads`, in place of the one there."""
+    """Write the best head of each run that ended to `peagle_jax/data/heads`, in place of its last.
+
+    A run draws its curves when it ends; one that is still going is left out.
+    """
     target = load_target(find_target(TARGET))
-    for name, method in HEADS.items():
-        if (folder / name / "run.json").is_file():
-            _pack(folder, name, method, target)
+    for method, runs in HEADS.items():
+        if all((folder / name / "curves.png").is_file() for name in runs):
+            _pack(folder, method, target)
 
 
-def _pack(folder: Path, name: str, method: str, target: Target) -> None:
+def _pack(folder: Path, method: str, target: Target) -> None:
+    runs = HEADS[method]
+    name = runs[-1]
     here = os.getcwd()
     os.chdir(folder)  # recipes name folders beside the run
     try:
@@ -80,14 +85,14 @@ def _pack(folder: Path, name: str, method: str, target: Target) -> None:
     output = heads_folder() / f"{TARGET}-{method}"
     pack_head(drafter, target, output, target_name=TARGET, overwrite=True)
     before, after = acceptance_length(drafter), acceptance_length(load_shipped_head(output, target))
-    facts = run_facts(folder / name, int(state.step))
+    facts = run_facts([folder / one for one in runs], int(state.step))
     card = CARD.format(
         title="A P-EAGLE head" if method == "p-eagle" else "An EAGLE-3 head",
         answers=len(read_answers()),
         rows=rows,
         length=MAX_LENGTH,
-        recipe=name,
-        what=WHAT[name],
+        recipe=runs[0],
+        what=WHAT[method],
         k=K,
         prompts=PROMPTS,
         tokens=MAX_TOKENS,
@@ -100,8 +105,15 @@ def _pack(folder: Path, name: str, method: str, target: Target) -> None:
     print(json.dumps({"head": output.name, **figures}))
 
 
-def run_facts(run: Path, step: int) -> dict[str, Any]:
-    """Steps, supervised tokens and CPU seconds of a run up to its checkpoint of `step`."""
-    records = [r for r in read_log(run) if r["kind"] == "train" and r["step"] <= step]
-    passes = sum(r["supervised"] for r in records)  # the recipes log every step
-    return {"steps": step, "passes": f"{passes:,}", "cpu": records[-1]["cpu_seconds"]}
+def run_facts(runs: list[Path], step: int) -> dict[str, Any]:
+    """Steps and supervised tokens up to step `step` of the last run; CPU seconds of all of them."""
+    steps, passes, cpu = 0, 0, 0.0
+    for run in runs:
+        records = read_log(run)
+        train = [r for r in records if r["kind"] == "train"]
+        if run == runs[-1]:
+            train = [r for r in train if r["step"] <= step]
+        steps += len(train)  # the recipes log every step
+        passes += sum(r["supervised"] for r in train)
+        cpu += records[-1]["cpu_seconds"]
+    return {"steps": steps, "passes": f"{passes:,}", "cpu": cpu}

@@ -2,10 +2,10 @@
 
     python -m examples.smollm2.run FOLDER [--only STEP,STEP] [--train-rows N]
 
-Steps: prompts, answers, collect, rows, states, p-eagle, eagle3, pack. One whose output is there is
-skipped, an interrupted one goes on, so the command may be given again and again. The committed
-answers.jsonl.gz stands for the first three; delete it to let the target answer anew. Everything
-else is made in FOLDER; nothing of it needs to outlive the run but the heads.
+Steps: prompts, answers, collect, rows, states, p-eagle, eagle3, eagle3-more, pack. One whose output
+is there is skipped, an interrupted one goes on, so the command may be given again and again. The
+committed answers.jsonl.gz stands for the first three; delete it to let the target answer anew.
+Everything else is made in FOLDER; nothing of it needs to outlive the run but the heads.
 """
 
 import argparse
@@ -25,7 +25,17 @@ from train.cli import main as train
 HERE = Path(__file__).parent
 ANSWERS = HERE / "answers.jsonl.gz"
 TARGET = "smollm2-135m"
-STEPS = ("prompts", "answers", "collect", "rows", "states", "p-eagle", "eagle3", "pack")
+STEPS = (
+    "prompts",
+    "answers",
+    "collect",
+    "rows",
+    "states",
+    "p-eagle",
+    "eagle3",
+    "eagle3-more",
+    "pack",
+)
 
 PARTS = {
     "code": ["--max-tokens", "96"],
@@ -117,13 +127,12 @@ def capture(folder: Path) -> None:
         call("capture", str(folder / name), "--target", TARGET, *options)
 
 
-def fit(folder: Path, name: str) -> None:
-    """Train by a recipe, from its newest checkpoint where there is one. Paths are FOLDER's."""
-    recipe = HERE / f"{name}.toml"
+def in_folder(folder: Path, *arguments: str) -> None:
+    """A command in FOLDER, which the recipes' paths start from."""
     here = os.getcwd()
     os.chdir(folder)
     try:
-        call("fit", str(recipe), "--resume")
+        call(*arguments)
     finally:
         os.chdir(here)
 
@@ -156,9 +165,12 @@ def main() -> None:
         make_rows(folder, args.train_rows)
     if "states" in args.only:
         capture(folder)
-    for name in ("p-eagle", "eagle3"):
+    for name in FITS:
         if name in args.only:
-            fit(folder, name)
+            if name == "eagle3-more" and not (folder / "eagle3-head").is_dir():
+                run = [str(folder / "eagle3"), str(folder / "eagle3-head")]
+                in_folder(folder, "export", *run, "--dtype", "float32")
+            in_folder(folder, "fit", str(HERE / f"{name}.toml"), "--resume")
     if "pack" in args.only:
         from examples.smollm2.pack import pack_heads
 
