@@ -8,10 +8,10 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-import peagle_jax
 from peagle_jax import cli
 from peagle_jax.checkpoints.drafter_export import save_drafter
 from peagle_jax.checkpoints.hf_config import read_target_config
+from peagle_jax.engine import Engine
 from peagle_jax.models.config import DrafterConfig
 from peagle_jax.models.drafter import init_drafter
 from tests.tiny_folder import write_tiny_model
@@ -147,15 +147,24 @@ def test_bad_flags_exit_2_with_one_line_H1(capsys, flags, message):
 
 
 @pytest.mark.filterwarnings("default")
-def test_K_above_the_trained_depth_warns_once_and_the_default_is_within_H1(capsys, models):
+def test_K_above_the_trained_depth_warns_once_and_the_default_is_within_H1(
+    capsys, models, monkeypatch
+):
+    made = []
+
+    def stream(engine, *_, **__):
+        """No text: only the program's K is asked for, and nothing is compiled."""
+        made.append(engine.generate_fn(cache_length=64).num_speculative_tokens)
+        return iter(())
+
+    monkeypatch.setattr(Engine, "stream", stream)
     target = str(models / "openai" / "gpt-oss-20b")
-    code, _, err = run(
-        capsys, "generate", "--target", target, "-k", "6", "--max-tokens", "1", PROMPT
-    )
+    code, _, err = run(capsys, "generate", "--target", target, "-k", "6", PROMPT)
     assert code == 0 and len(err.splitlines()) == 1
     assert "num_speculative_tokens 6 is above the 4 depths" in err
-    engine = peagle_jax.load(target)
-    assert engine.generate_fn(cache_length=64).num_speculative_tokens == 4
+    code, _, err = run(capsys, "generate", "--target", target, PROMPT)
+    assert code == 0 and err == ""
+    assert made == [6, 4]
 
 
 def test_bad_requests_exit_1_with_one_line(capsys, models):
