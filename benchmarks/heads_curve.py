@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "smollm2_training"
-RUNS = {"p-eagle": ("p-eagle",), "eagle3": ("eagle3", "eagle3-more")}
+RUNS = {"p-eagle": ("p-eagle",), "eagle3": ("eagle3",)}
 """The runs of each head, one after the other."""
 STYLES = {"p-eagle": ("#0b3c6f", "o", "-"), "eagle3": ("#c8501e", "s", "--")}
 

@@ -18,9 +18,9 @@ from train.evaluate import evaluate, prompt_of
 from train.export import run_recipe, trained_drafter
 from train.progress import read_log
 
-HEADS = {"p-eagle": ("p-eagle",), "eagle3": ("eagle3", "eagle3-more")}
+HEADS = {"p-eagle": ("p-eagle",), "eagle3": ("eagle3",)}
 """The runs behind the head of each method, one after the other; the last one's best is packed."""
-PROMPTS, MAX_TOKENS, K = 24, 64, 5
+PROMPTS, MAX_TOKENS, K = 12, 48, 5
 
 CARD = """# {title} for SmolLM2-135M-Instruct
 
@@ -58,34 +58,24 @@ def pack_heads(folder: Path) -> None:
 
 def _pack(folder: Path, method: str, target: Target) -> None:
     runs = HEADS[method]
-    name = runs[-1]
-    here = os.getcwd()
-    os.chdir(folder)  # recipes name folders beside the run
-    try:
-        made = assemble(run_recipe(name), target)
-        with Checkpoints(Path(name) / "checkpoints") as checkpoints:
-            state, _ = checkpoints.restore(
-                made.state, made.run.recipe, mesh=made.mesh, best=checkpoints.has_best()
-            )
-        prompts = open_prepared("validation")
-        rows = len(open_prepared("train"))
-    finally:
-        os.chdir(here)
-    asked = [prompt_of(prompts[row]) for row in range(PROMPTS)]
+    made, states, prompts, rows = _load(folder, runs[-1], target)
+    asked = [prompt_of(prompts[row]) for row in range(min(PROMPTS, len(prompts)))]
 
     def acceptance_length(drafter: Any) -> float:
         params = SamplingParams(max_tokens=MAX_TOKENS)
         [found] = evaluate(
-            target, drafter, asked, [K], params=params, method=method, batch_size=PROMPTS
+            target, drafter, asked, [K], params=params, method=method, batch_size=len(asked)
         )
-        assert found.stats.acceptance_length is not None
         return found.stats.acceptance_length
 
-    drafter = trained_drafter(made, state)
+    # By generation, so that a run that was stopped may have its last step judged too.
+    drafters = {step: trained_drafter(made, state) for step, state in states.items()}
+    lengths = {step: acceptance_length(drafter) for step, drafter in drafters.items()}
+    step = max(lengths, key=lambda one: lengths[one])
     output = heads_folder() / f"{TARGET}-{method}"
-    pack_head(drafter, target, output, target_name=TARGET, overwrite=True)
-    before, after = acceptance_length(drafter), acceptance_length(load_shipped_head(output, target))
-    facts = run_facts([folder / one for one in runs], int(state.step))
+    pack_head(drafters[step], target, output, target_name=TARGET, overwrite=True)
+    after = acceptance_length(load_shipped_head(output, target))
+    facts = run_facts([folder / one for one in runs], step)
     card = CARD.format(
         title="A P-EAGLE head" if method == "p-eagle" else "An EAGLE-3 head",
         answers=len(read_answers()),
@@ -94,15 +84,36 @@ def _pack(folder: Path, method: str, target: Target) -> None:
         recipe=runs[0],
         what=WHAT[method],
         k=K,
-        prompts=PROMPTS,
+        prompts=len(asked),
         tokens=MAX_TOKENS,
-        before=before,
+        before=lengths[step],
         after=after,
         **facts,
     )
-    pack_head(drafter, target, output, target_name=TARGET, card=card, overwrite=True)
-    figures = {"before_int8": before, "after_int8": after, "k": K, "prompts": PROMPTS, **facts}
-    print(json.dumps({"head": output.name, **figures}))
+    pack_head(drafters[step], target, output, target_name=TARGET, card=card, overwrite=True)
+    tried = {str(one): length for one, length in lengths.items()}
+    print(json.dumps({"head": output.name, "by_step": tried, "after_int8": after, **facts}))
+
+
+def _load(folder: Path, name: str, target: Target) -> tuple[Any, dict[int, Any], Any, int]:
+    """The assembled run, its best and last states by step, validation rows, training rows."""
+    here = os.getcwd()
+    os.chdir(folder)  # recipes name folders beside the run
+    try:
+        made = assemble(run_recipe(name), target)
+        states = {}
+        with Checkpoints(Path(name) / "checkpoints") as checkpoints:
+            for best in (True, False):
+                state, _ = checkpoints.restore(
+                    made.state,
+                    made.run.recipe,
+                    mesh=made.mesh,
+                    best=best and checkpoints.has_best(),
+                )
+                states[int(state.step)] = state
+        return made, states, open_prepared("validation"), len(open_prepared("train"))
+    finally:
+        os.chdir(here)
 
 
 def run_facts(runs: list[Path], step: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python -m examples.smollm2.run FOLDER [--only STEP,STEP] [--train-rows N]
 
-Steps: prompts, answers, collect, rows, states, p-eagle, eagle3, eagle3-more, pack. One whose output
+Steps: prompts, answers, collect, rows, states, p-eagle, eagle3, pack. One whose output
 is there is skipped, an interrupted one goes on, so the command may be given again and again. The
 committed answers.jsonl.gz stands for the first three; delete it to let the target answer anew.
 Everything else is made in FOLDER; nothing of it needs to outlive the run but the heads.
@@ -25,17 +25,8 @@ from train.cli import main as train
 HERE = Path(__file__).parent
 ANSWERS = HERE / "answers.jsonl.gz"
 TARGET = "smollm2-135m"
-STEPS = (
-    "prompts",
-    "answers",
-    "collect",
-    "rows",
-    "states",
-    "p-eagle",
-    "eagle3",
-    "eagle3-more",
-    "pack",
-)
+FITS = ("p-eagle", "eagle3")
+STEPS = ("prompts", "answers", "collect", "rows", "states", *FITS, "pack")
 
 PARTS = {
     "code": ["--max-tokens", "96"],
@@ -167,9 +158,6 @@ def main() -> None:
         capture(folder)
     for name in FITS:
         if name in args.only:
-            if name == "eagle3-more" and not (folder / "eagle3-head").is_dir():
-                run = [str(folder / "eagle3"), str(folder / "eagle3-head")]
-                in_folder(folder, "export", *run, "--dtype", "float32")
             in_folder(folder, "fit", str(HERE / f"{name}.toml"), "--resume")
     if "pack" in args.only:
         from examples.smollm2.pack import pack_heads
