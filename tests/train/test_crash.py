@@ -71,22 +71,22 @@ def test_a_run_killed_in_a_save_and_in_a_step_goes_on_as_if_nothing_was_G5(base,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_ten_kills_at_random_moments(base, undisturbed):
     folder, draw = base / "random", random.Random(0)
     for _ in range(10):
-        process = subprocess.Popen(
-            command(folder), env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        process.stdout.readline()  # the start is over, training begins
-        time.sleep(draw.uniform(0, 3))
-        process.kill()
-        process.wait()
+        started = {"env": environment(), "cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command(folder), **started) as process:
+            process.stdout.readline()  # the start is over, training begins
+            time.sleep(draw.uniform(0, 3))
+            process.kill()
     done = run(folder)
     assert done.returncode == 0, done.stderr[-2000:]
     assert losses(folder) == undisturbed
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_two_processes_of_four_devices_equal_one_of_eight_G8(base):
     one, two = base / "one", base / "two"
     alone = run(one, "--data-axis", 8, devices=8)
