@@ -1,4 +1,4 @@
-"""The best checkpoints as the heads of the package, with a card: data, recipe, figures, licence."""
+"""The last checkpoints as the heads of the package, with a card: data, recipe, figures, licence."""
 
 import json
 import os
@@ -19,13 +19,14 @@ from train.export import run_recipe, trained_drafter
 from train.progress import read_log
 
 HEADS = {"p-eagle": ("p-eagle",), "eagle3": ("eagle3",)}
-"""The runs behind the head of each method, one after the other; the last one's best is packed."""
-PROMPTS, MAX_TOKENS, K = 12, 48, 5
+"""The runs behind the head of each method, one after the other; the last one is packed."""
+PROMPTS, MAX_TOKENS, K = 8, 32, 5
 
 CARD = """# {title} for SmolLM2-135M-Instruct
 
 Drafts for `smollm2-135m`, which is the Q4_1 GGUF file of SmolLM2-135M-Instruct dequantised, not the
-original weights. Trained from scratch by this project on two CPU cores.
+original weights. Trained by this project on a CPU, for minutes only: a start, not
+a good head.
 
 * **Data**: {answers} answers of the target itself (greedy and sampled) to prompts from Magpie, the
   standard library's docstrings, chatterbot-corpus and request patterns: `examples/smollm2`. No
@@ -34,7 +35,7 @@ original weights. Trained from scratch by this project on two CPU cores.
 * **Recipe**: `examples/smollm2/{recipe}.toml`. {what}
 * **Stored**: int8 with one scale for each output channel; embedding and head rows are the target's.
 * **Figures**: acceptance length at K = {k}, {prompts} held-out prompts of {tokens} greedy tokens:
-  {before:.3f} in float32, {after:.3f} as stored. On MT-Bench and HumanEval: `benchmarks/results`.
+  {before:.3f} in float32, {after:.3f} as stored. On MT-Bench: `benchmarks/results/smollm2_mt_bench`.
 * **Licence**: Apache-2.0, as the target.
 """
 WHAT = {
@@ -46,7 +47,7 @@ WHAT = {
 
 
 def pack_heads(folder: Path) -> None:
-    """Write the best head of each run that ended to `peagle_jax/data/heads`, in place of its last.
+    """Write the last head of each run that ended to `peagle_jax/data/heads`, in place of its last.
 
     A run draws its curves when it ends; one that is still going is left out.
     """
@@ -58,7 +59,7 @@ def pack_heads(folder: Path) -> None:
 
 def _pack(folder: Path, method: str, target: Target) -> None:
     runs = HEADS[method]
-    made, states, prompts, rows = _load(folder, runs[-1], target)
+    made, state, prompts, rows = _load(folder, runs[-1], target)
     asked = [prompt_of(prompts[row]) for row in range(min(PROMPTS, len(prompts)))]
 
     def acceptance_length(drafter: Any) -> float:
@@ -68,14 +69,11 @@ def _pack(folder: Path, method: str, target: Target) -> None:
         )
         return found.stats.acceptance_length
 
-    # By generation, so that a run that was stopped may have its last step judged too.
-    drafters = {step: trained_drafter(made, state) for step, state in states.items()}
-    lengths = {step: acceptance_length(drafter) for step, drafter in drafters.items()}
-    step = max(lengths, key=lambda one: lengths[one])
+    drafter = trained_drafter(made, state)
     output = heads_folder() / f"{TARGET}-{method}"
-    pack_head(drafters[step], target, output, target_name=TARGET, overwrite=True)
-    after = acceptance_length(load_shipped_head(output, target))
-    facts = run_facts([folder / one for one in runs], step)
+    pack_head(drafter, target, output, target_name=TARGET, overwrite=True)
+    before, after = map(acceptance_length, (drafter, load_shipped_head(output, target)))
+    facts = run_facts([folder / one for one in runs], int(state.step))
     card = CARD.format(
         title="A P-EAGLE head" if method == "p-eagle" else "An EAGLE-3 head",
         answers=len(read_answers()),
@@ -86,32 +84,27 @@ def _pack(folder: Path, method: str, target: Target) -> None:
         k=K,
         prompts=len(asked),
         tokens=MAX_TOKENS,
-        before=lengths[step],
+        before=before,
         after=after,
         **facts,
     )
-    pack_head(drafters[step], target, output, target_name=TARGET, card=card, overwrite=True)
-    tried = {str(one): length for one, length in lengths.items()}
-    print(json.dumps({"head": output.name, "by_step": tried, "after_int8": after, **facts}))
+    pack_head(drafter, target, output, target_name=TARGET, card=card, overwrite=True)
+    print(json.dumps({"head": output.name, "before": before, "after": after, **facts}), flush=True)
 
 
-def _load(folder: Path, name: str, target: Target) -> tuple[Any, dict[int, Any], Any, int]:
-    """The assembled run, its best and last states by step, validation rows, training rows."""
+def _load(folder: Path, name: str, target: Target) -> tuple[Any, Any, Any, int]:
+    """The assembled run, its last state, the validation rows, and the number of training rows.
+
+    The last one, because a run that was stopped has had no validation since a while, and runs as
+    short as these still rise.
+    """
     here = os.getcwd()
     os.chdir(folder)  # recipes name folders beside the run
     try:
         made = assemble(run_recipe(name), target)
-        states = {}
         with Checkpoints(Path(name) / "checkpoints") as checkpoints:
-            for best in (True, False):
-                state, _ = checkpoints.restore(
-                    made.state,
-                    made.run.recipe,
-                    mesh=made.mesh,
-                    best=best and checkpoints.has_best(),
-                )
-                states[int(state.step)] = state
-        return made, states, open_prepared("validation"), len(open_prepared("train"))
+            state, _ = checkpoints.restore(made.state, made.run.recipe, mesh=made.mesh)
+        return made, state, open_prepared("validation"), len(open_prepared("train"))
     finally:
         os.chdir(here)
 
