@@ -220,5 +220,5 @@ def test_loaded_parameters_may_be_donated_I8(tmp_path):
     add = jax.jit(lambda state: jax.tree.map(lambda x: x + jnp.float32(1), state), donate_argnums=0)
     for before, after in zip(jax.tree.leaves(second), jax.tree.leaves(add(first)), strict=True):
         np.testing.assert_array_equal(np.asarray(after), np.asarray(before) + np.float32(1))
-    with pytest.raises((RuntimeError, ValueError), match="deleted or donated"):
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
         add(first)
