@@ -11,9 +11,9 @@ Needs the extra `parity` (torch). transformers runs with its dynamic cache, and 
 and compilation where that works.
 
 Goals: twice the compiled transformers at batch 1 (met: 40.4 against 17.0 tokens/s); a pass over
-eight rows at most 1.5 times one over a single row (missed: 2.5). What was tried for the second, with
-the thirty layers' products alone (`benchmarks.layouts`; two cores with AVX2, quiet, milliseconds for
-1, 6 and 8 rows):
+eight rows at most 1.5 times one over a single row (missed: 2.5). What was tried for the second,
+with the thirty layers' products alone (`benchmarks.layouts`; two cores with AVX2, quiet,
+milliseconds for 1, 6 and 8 rows):
 
     as built: [in, out], qkv and gate/up fused, layers unrolled     19.0   39.9   39.9
     q, k, v, gate and up apart                                      21.7   37.1   40.1
