@@ -7,6 +7,7 @@ same shapes; `slow` runs the full product with a program for each K and batch. S
 import functools
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
@@ -110,3 +111,6 @@ def test_full_product(family, num_drafts, batch):
                 temperature=temperature,
             )
             assert fuzz.check(draw_of(shape, row, 1)).near_ties == 0
+    # Seventy pairs of programs in one process would use up its memory maps.
+    fuzz.compiled.cache_clear()
+    jax.clear_caches()
