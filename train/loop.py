@@ -96,9 +96,9 @@ def run_loop(
             batch, position = item
             state, metrics = run.step(state, run.frozen, run.head, batch)
             done += 1
-            log.count(batch["tokens"].size)
-            # The step before is looked at while this one runs.
+            # The step before is looked at while this one runs, and its record counts up to it.
             waiting = _report(run, log, waiting)
+            log.count(batch["tokens"].size)
             if done % run.log_every == 0 or done == run.total_steps:
                 waiting = (done, metrics)
             stopped = any_process(signal.received)
