@@ -76,29 +76,25 @@ def to_torch(tree):
 def attention(dense: Callable[..., Dense], *, sinks: bool = False) -> Mapping[str, Library]:
     """All three on what `dense` makes of the arguments. None knows sinks: these are left out."""
 
+    def jax_options(x: Dense) -> dict[str, Any]:
+        """What jax.nn and tokamax name alike."""
+        return {"mask": x.mask, "is_causal": x.mask is None, "scale": x.scale}
+
     def jax_nn(*arguments):
         x = dense(*arguments)
         if x.soft_cap is not None:
             raise NotImplementedError("jax.nn.dot_product_attention has no soft cap")
         return jax.nn.dot_product_attention(
-            x.query,
-            x.keys,
-            x.values,
-            mask=x.mask,
-            is_causal=x.mask is None,
-            scale=x.scale,
+            *(x.query, x.keys, x.values),
+            **jax_options(x),
             implementation="cudnn" if _on_gpu() else "xla",
         )
 
     def tokamax(*arguments):
         x = dense(*arguments)
         return load("tokamax").dot_product_attention(
-            x.query,
-            x.keys,
-            x.values,
-            mask=x.mask,
-            is_causal=x.mask is None,
-            scale=x.scale,
+            *(x.query, x.keys, x.values),
+            **jax_options(x),
             logits_soft_cap=x.soft_cap,
             # Its XLA form makes all scores at once: on a GPU it must be a kernel or refuse.
             implementation=("mosaic", "triton") if _on_gpu() else "xla",

@@ -5,6 +5,7 @@ By hand the same with more: `python -m tests.decoding.test_smollm2 --prompts 32 
 """
 
 import argparse
+import functools
 import json
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def head_for(target) -> Drafter:
     )
 
 
+@functools.cache
 def golden() -> list[dict]:
     """Prompts and their greedy tokens by transformers, on the same weights."""
     return json.loads(GOLDEN.read_text())["prompts"]
