@@ -143,7 +143,8 @@ class Engine:
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(params)} SamplingParams")
         ids = [self.encode(prompt, chat=chat) for prompt in prompts]
-        fn, chunk = self._program(ids, params, method, num_speculative_tokens)
+        batch_size = batch_bucket(len(ids), max_batch_size)
+        fn, chunk = self._program(ids, params, method, num_speculative_tokens, batch_size)
         results = []
         for start in range(0, len(ids), max_batch_size):
             part = slice(start, start + max_batch_size)
@@ -227,6 +228,7 @@ class Engine:
         params: Sequence[SamplingParams],
         method: MethodName | None,
         num_speculative_tokens: int | None,
+        batch_size: int = 1,
     ) -> tuple[GenerateFn, int]:
         """The program and the prefill chunk that serve all of these requests."""
         vocab, context = self.target.config.vocab_size, self.context_length
@@ -243,7 +245,8 @@ class Engine:
             num_speculative_tokens=num_speculative_tokens,
             method=method,
         )
-        return fn, prompt_bucket(max(map(len, ids)), fn.max_prefill_chunk)
+        longest = max(map(len, ids))
+        return fn, prompt_bucket(longest, fn.max_prefill_chunk, batch=batch_size)
 
 
 def cache_bucket(length: int) -> int:

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import yaml
 from peagle_jax.checkpoints.pip_download import pip_download
 
 GREEDY_SHARE = 0.6
-COUNTS = {"header": 1300, "docstring": 800, "question": 1100, "code": 500, "request": 1100}
+COUNTS = {"header": 1500, "docstring": 1150, "question": 1100, "code": 500, "request": 1100}
 """Prompts of each kind; the rest of the answers is Magpie's, which needs none."""
 
 BATCH = 64  # prompts that are answered together
@@ -170,8 +170,13 @@ def make_prompts(seed: int = 0) -> list[dict[str, Any]]:
     return chosen
 
 
-def write_prompts(folder: Path) -> None:
-    """One file for each way of answering in `folder`: see PARTS of `examples.smollm2.run`."""
+def write_prompts(
+    folder: Path, wanted: Callable[[list[dict[str, Any]]], bool] = lambda messages: True
+) -> None:
+    """One file for each way of answering in `folder`: see PARTS of `examples.smollm2.run`.
+
+    wanted: whether to keep a prompt, given its messages.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     prompts = make_prompts()
     cut = round(GREEDY_SHARE * len(prompts))
@@ -181,6 +186,7 @@ def write_prompts(folder: Path) -> None:
         "sampled": prompts[cut:],
     }
     for name, part in parts.items():
+        part = [one for one in part if wanted(one["messages"])]
         lines = (json.dumps(one, ensure_ascii=False) + "\n" for one in in_batches(part))
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 

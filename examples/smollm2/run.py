@@ -4,7 +4,8 @@
 
 Steps: prompts, answers, collect, rows, states, p-eagle, eagle3, pack. One whose output
 is there is skipped, an interrupted one goes on, so the command may be given again and again. The
-committed answers.jsonl.gz stands for the first three; delete it to let the target answer anew.
+committed answers.jsonl.gz stands for the first three: delete it to let the target answer anew, or
+give --extend to answer the prompts that it lacks and add them to it.
 Everything else is made in FOLDER; nothing of it needs to outlive the run but the heads.
 """
 
@@ -32,7 +33,7 @@ PARTS = {
     "code": ["--max-tokens", "96"],
     "chat": ["--max-tokens", "64"],
     "sampled": ["--max-tokens", "64", "--temperature", "0.8", "--seed", "100000"],
-    "magpie": ["--magpie", "600", "--max-tokens", "64", "--seed", "200000"],
+    "magpie": ["--magpie", "64", "--max-tokens", "64", "--seed", "200000"],
 }
 """How each file of prompts is answered. Short answers: the heads are measured on 128 tokens, and
 longer rows of the same text come from a first batch that the collected file keeps."""
@@ -41,6 +42,19 @@ MAX_LENGTH = 192  # tokens kept of a row
 VALIDATION_ROWS = 20
 DRAFT_VOCAB = 8192
 MASK_TOKEN = 16  # <empty_output>, which no text uses
+
+
+def make_prompts(folder: Path) -> None:
+    """The files of prompts, without those that ANSWERS has an answer to."""
+    from peagle_jax.loading import find_target
+    from peagle_jax.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(find_target(TARGET))
+    answered = {tuple(row["ids"][: row["prompt_tokens"]]) for row in read_answers()}
+    write_prompts(
+        folder / "prompts",
+        lambda messages: tuple(tokenizer.apply_chat_template(messages)) not in answered,
+    )
 
 
 def make_answers(folder: Path) -> None:
@@ -54,12 +68,12 @@ def make_answers(folder: Path) -> None:
 
 
 def collect(folder: Path, more: list[Path]) -> None:
-    """All answers as ids into ANSWERS. more: files of ids that were made before."""
+    """All answers as ids into ANSWERS, behind those it has. more: files of ids made before."""
     from peagle_jax.loading import find_target
     from peagle_jax.text.tokenizer import load_tokenizer
     from train.data.preparation import PrepareSettings, prepare
 
-    rows: dict[tuple[int, ...], dict[str, Any]] = {}
+    rows = {tuple(row["ids"][: row["prompt_tokens"]]): row for row in read_answers()}
     for path in more:
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
@@ -76,13 +90,18 @@ def collect(folder: Path, more: list[Path]) -> None:
             row = {"source": file.stem, "temperature": temperature, "prompt_tokens": prompt}
             rows.setdefault(tuple(ids[:prompt]), row | {"ids": ids})
     # No time stamp in the file: the same answers are the same bytes.
-    with ANSWERS.open("wb") as raw, gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:
+    # The old file stays until the new one is whole.
+    partial = ANSWERS.with_suffix(".partial")
+    with partial.open("wb") as raw, gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:
         for row in rows.values():
             file.write((json.dumps(row, separators=(",", ":")) + "\n").encode())
+    partial.replace(ANSWERS)
 
 
 def read_answers() -> list[dict[str, Any]]:
-    """The rows of ANSWERS: ids, prompt_tokens, source, temperature."""
+    """The rows of ANSWERS, if it is there: ids, prompt_tokens, source, temperature."""
+    if not ANSWERS.is_file():
+        return []
     with gzip.open(ANSWERS, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
@@ -141,16 +160,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", type=lambda text: text.split(","), default=STEPS)
     parser.add_argument("--train-rows", type=int, default=220, help="rows to capture and train on")
+    parser.add_argument("--extend", action="store_true", help="add answers to the committed ones")
     parser.add_argument("--more", type=Path, nargs="*", default=[], help="answers from before")
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    answered = ANSWERS.is_file()
-    if "prompts" in args.only and not answered and not (folder / "prompts").is_dir():
-        write_prompts(folder / "prompts")
-    if "answers" in args.only and not answered:
+    asking = args.extend or not ANSWERS.is_file()
+    if "prompts" in args.only and asking and not (folder / "prompts").is_dir():
+        make_prompts(folder)
+    if "answers" in args.only and asking:
         make_answers(folder)
-    if "collect" in args.only and not answered:
+    if "collect" in args.only and asking:
         collect(folder, args.more)
     if "rows" in args.only and not (folder / "train").is_dir():
         make_rows(folder, args.train_rows)

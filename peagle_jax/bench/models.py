@@ -157,7 +157,8 @@ def session_maker(
                 method=arm.method,
             )
             # Most prompts in one pass; a chunk for the longest would burden all the others.
-            chunk = prompt_bucket(lengths[len(lengths) // 2], fn.max_prefill_chunk)
+            middle = lengths[len(lengths) // 2]
+            chunk = prompt_bucket(middle, fn.max_prefill_chunk, batch=concurrency)
             return Session(
                 fn, concurrency, chunk=chunk, rounds_per_step=rounds_per_step, refill=refill
             )

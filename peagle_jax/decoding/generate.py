@@ -37,6 +37,7 @@ from peagle_jax.models.target import Target
 from peagle_jax.sharding import batch_sharding, cache_shardings
 
 UNTIL_DONE = np.iinfo(np.int32).max
+ENOUGH_ROWS = 2048  # a prefill pass of so many rows is bound by arithmetic on every device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -237,7 +238,9 @@ class GenerateFn:
         """Prompts to finished state with the compiled functions."""
         state = self.init(prompts, params, batch_size=batch_size)
         longest = max(len(prompt) for prompt in prompts)
-        chunk = prompt_bucket(longest, self.max_prefill_chunk) if chunk is None else chunk
+        if chunk is None:
+            batch = state.tokens.shape[0]
+            chunk = prompt_bucket(longest, self.max_prefill_chunk, batch=batch)
         state = self.compiled.prefill(self.params, state, chunk=chunk)
         return self.compiled.step(self.params, state, np.int32(UNTIL_DONE))
 
@@ -355,10 +358,14 @@ def make_generate_fn(
     )
 
 
-def prompt_bucket(length: int, largest: int, smallest: int = 16) -> int:
+def prompt_bucket(length: int, largest: int, smallest: int = 16, *, batch: int = 1) -> int:
     """The prefill chunk for prompts up to `length`: a power of two from `smallest`, at most
-    `largest`; longer prompts take several chunks of the same program."""
+    `largest`; longer prompts take several chunks of the same program.
+
+    Padding rows are computed too, so a chunk of a large batch ends where the pass has
+    ENOUGH_ROWS rows.
+    """
     size = smallest
-    while size < length:
+    while size < length and size * batch < ENOUGH_ROWS:
         size *= 2
     return min(size, largest)

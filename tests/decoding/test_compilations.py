@@ -65,6 +65,11 @@ def test_prompt_buckets(length, bucket):
     assert prompt_bucket(length, 512) == bucket
 
 
+@pytest.mark.parametrize(("batch", "bucket"), [(1, 512), (8, 256), (64, 32), (1000, 16)])
+def test_prompt_buckets_of_large_batches_are_smaller(batch, bucket):
+    assert prompt_bucket(400, 512, batch=batch) == bucket
+
+
 def test_a_donated_state_is_gone_and_a_new_one_is_not_I8():
     fn = programs.plain()
     first = fn.init([[1, 2]], [sampling()], batch_size=5)

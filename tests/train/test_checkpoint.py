@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 from peagle_jax.sharding import make_mesh
@@ -97,10 +98,33 @@ def test_a_damaged_checkpoint_is_an_error_and_not_a_reset_E16(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(ValueError, match=r"last/2: cannot be restored .*\(8, 16\)"):
             checkpoints.restore(other, RECIPE)
+    other = make_state()
+    other.learned["more"] = jnp.zeros(3)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=r"last/2: .*learned.more is missing, not \(3,\)"):
+            checkpoints.restore(other, RECIPE)
     # Without the damaged one, the run goes on from the one before.
     shutil.rmtree(tmp_path / "last" / "2")
     with Checkpoints(tmp_path) as checkpoints:
         assert int(checkpoints.restore(make_state(), RECIPE)[0].step) == 1
+
+
+def test_an_array_whose_bits_have_changed_is_an_error_E16(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make_state(step=2), record())
+    read = ocp.CheckpointManager.restore
+
+    def spoilt(self, step, args):
+        found = read(self, step, args=args)
+        if "state" in found.keys():
+            head = found.state.learned["head"]
+            found.state.learned["head"] = head.at[3, 5].set(jnp.nextafter(head[3, 5], 1.0))
+        return found
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", spoilt)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=r"last/2: .*learned.head is not what was saved"):
+            checkpoints.restore(make_state(), RECIPE)
 
 
 def test_a_failure_in_the_background_reaches_the_loop_G5(tmp_path, monkeypatch):
