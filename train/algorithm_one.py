@@ -54,10 +54,10 @@ def segment_loss(
     own = rows._replace(
         last_hidden=rows.last_hidden[:, first:end], loss_mask=rows.loss_mask[:, first:end]
     )
-    owntarget_labels = None if labels is None else labels[:, first:end]
+    own_labels = None if labels is None else labels[:, first:end]
     params = {**frozen, **learned}
     loss, sums, found = depth_zero_loss(
-        objective, params, stream.hidden[:, first:end], head, own, owntarget_labels
+        objective, params, stream.hidden[:, first:end], head, own, own_labels
     )
     correct = jnp.zeros_like(rows.loss_mask) if correct_before is None else correct_before
     correct = correct.at[:, first:end].set(found)

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
+from pallas_kernels.vocab_loss import target_argmax
 from peagle_jax.models.target import Target
 from train.data.hidden_store import HiddenStore, HiddenWriter, StoreInfo, open_store
 from train.data.pack import Sample, lay_out
 from train.data.prepared import PreparedData
 from train.feed import target_states
+from train.rows import TargetHead, target_head
 
 _SMALLEST = 64  # tokens that padded lengths are multiples of, at least
 
@@ -29,7 +32,7 @@ def capture(
     process_count: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> HiddenStore:
-    """Store taps and normed last hidden states of every row that is not in `folder` yet.
+    """Store taps, normed last hidden states and greedy tokens of rows not in `folder` yet.
 
     Rows run in batches of similar length; each process takes every process_count-th row. A capture
     that was killed goes on where its last shard ended.
@@ -43,8 +46,9 @@ def capture(
         hidden_size=target.config.hidden_size,
         dtype=dtype,
         last_hidden="normed",
+        target_tokens=True,
     )
-    run = target_states(target, taps)
+    run, greedy = target_states(target, taps), greedy_tokens(target)
     kind = np.dtype(jax.numpy.dtype(dtype))
     with HiddenWriter(folder, info, shard_rows=shard_rows, prefix=f"p{process_index}") as writer:
         own = [
@@ -55,7 +59,7 @@ def capture(
         done = 0
         for rows, length in _batches(data.lengths, own, batch_size):
             samples = [data[row] for row in rows]
-            taps_of, hidden_of = _states(run, samples, length, batch_size)
+            taps_of, hidden_of, tokens_of = _states(run, greedy, samples, length, batch_size)
             for place, (row, sample) in enumerate(zip(rows, samples, strict=True)):
                 size = len(sample.tokens)
                 writer.add(
@@ -64,11 +68,29 @@ def capture(
                     sample.loss_mask,
                     taps_of[place, :size].astype(kind),
                     hidden_of[place, :size].astype(kind),
+                    tokens_of[place, :size],
                 )
             done += len(rows)
             if progress is not None:
                 progress(done, len(own))
     return open_store(folder)
+
+
+def greedy_tokens(target: Target) -> Callable[[Array], Array]:
+    """Normed last hidden states [B, S, H] to the target's greedy token at each row, jitted."""
+    head = target_head(target)
+
+    def run(head: TargetHead, hidden: Array) -> Array:
+        flat = target_argmax(
+            hidden.reshape(-1, hidden.shape[-1]).astype(head.matrix.dtype),
+            head.matrix,
+            target_soft_cap=head.soft_cap,
+            target_head_transposed=head.transposed,
+        )
+        return flat.reshape(hidden.shape[:-1])
+
+    jitted = jax.jit(run)
+    return lambda hidden: jitted(head, hidden)
 
 
 def _name(row: int) -> str:
@@ -89,9 +111,9 @@ def _batches(
 
 
 def _states(
-    run: Callable, samples: list[Sample], length: int, batch_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Taps and last hidden states on the host, one sequence per sample."""
+    run: Callable, greedy: Callable, samples: list[Sample], length: int, batch_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Taps, last hidden states and greedy tokens on the host, one sequence per sample."""
     rows = [lay_out([sample], length) for sample in samples]
     rows += [lay_out([], length)] * (batch_size - len(samples))
     arrays = (
@@ -99,4 +121,4 @@ def _states(
         for field in ("tokens", "document_ids", "positions")
     )
     taps, hidden = run(*(jax.numpy.asarray(values) for values in arrays))
-    return np.asarray(taps[0]), np.asarray(hidden[0])
+    return np.asarray(taps[0]), np.asarray(hidden[0]), np.asarray(greedy(hidden[0]))

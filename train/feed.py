@@ -15,10 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from peagle_jax.models.target import Target
+from train.data.pack import STATES
 from train.data.pipeline import Batches
 from train.spread import BATCH_AXES, batch_shards, put
 
-_FIELDS = ("tokens", "loss_mask", "document_ids", "positions", "taps", "last_hidden")
+_FIELDS = ("tokens", "loss_mask", "document_ids", "positions", *STATES)
 # (tokens, document_ids, positions [A, B, S]) -> taps and last hidden states [A, B, S, ..].
 StatesFn = Callable[[Array, Array, Array], tuple[Array, Array]]
 

@@ -102,6 +102,8 @@ def target_labels(
     """The target's greedy token per row where the draft vocabulary cannot tell it."""
     if kept_ids(settings.config, frozen) is None:
         return None
+    if rows.target_tokens is not None:
+        return rows.target_tokens
     hidden = head.normed(rows.last_hidden)
     flat = target_argmax(
         hidden.reshape(-1, hidden.shape[-1]),
@@ -208,12 +210,12 @@ def chunk_loss(
     """
     labelled = anchors + depths
     valid = depths > 0
-    owntarget_labels = None if labels is None else jnp.take_along_axis(labels, labelled, axis=1)
+    own_labels = None if labels is None else jnp.take_along_axis(labels, labelled, axis=1)
     target_hidden = jnp.take_along_axis(rows.last_hidden, labelled[:, :, None], axis=1)
     # The draw has supervised rows alone; the mask is read again so that none slips in.
     supervised = valid & jnp.take_along_axis(rows.loss_mask, labelled, axis=1)
     loss, count, agrees = losses_of(
-        objective, params, hidden, head, target_hidden, owntarget_labels, supervised
+        objective, params, hidden, head, target_hidden, own_labels, supervised
     )
     misses = jnp.cumsum(jnp.where(valid, ~agrees, False).astype(jnp.int32), axis=1)
     before = jnp.pad(misses, ((0, 0), (1, 0)))

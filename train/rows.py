@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from peagle_jax.models.primitives import rms_norm
 from peagle_jax.models.target import Target
-from train.alignment import drafter_rows
+from train.alignment import drafter_rows, shift_left
 from train.partition import ChunkPlan, pack_rollouts, pack_segments
 from train.sampling import sample_rollouts
 
@@ -22,7 +22,8 @@ class TrainingRows(NamedTuple):
     """Depth-0 rows of B sequences of n slots, after the shift (see `alignment.DrafterRows`).
 
     tokens Int32 [B, n] · taps [B, n, A*Ht] · last_hidden [B, n, Ht], normed · loss_mask Bool [B, n]
-    · document_ids Int32 [B, n], -1 without a row · positions Int32 [B, n]
+    · document_ids Int32 [B, n], -1 without a row · positions Int32 [B, n] · target_tokens Int32
+    [B, n], the target's greedy tokens, or None where they are computed from last_hidden
     """
 
     tokens: Array
@@ -31,6 +32,7 @@ class TrainingRows(NamedTuple):
     loss_mask: Array
     document_ids: Array
     positions: Array
+    target_tokens: Array | None = None
 
 
 class Chunks(NamedTuple):
@@ -100,14 +102,18 @@ def training_rows(
     last_hidden: Float[Array, "B S Ht"],
     loss_mask: Bool[Array, "B S"],
     document_ids: Int32[Array, "B S"],
+    target_tokens: Int32[Array, "B S"] | None = None,
 ) -> TrainingRows:
-    """`alignment.drafter_rows` for every sequence of a batch."""
+    """`alignment.drafter_rows` for every sequence of a batch; target_tokens go as last_hidden."""
 
     def one(*arrays: Array) -> TrainingRows:
         rows = drafter_rows(*arrays)
-        return TrainingRows(*(getattr(rows, name) for name in TrainingRows._fields))
+        return TrainingRows(**{f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)})
 
-    return jax.vmap(one)(tokens, taps, last_hidden, loss_mask, document_ids)
+    rows = jax.vmap(one)(tokens, taps, last_hidden, loss_mask, document_ids)
+    if target_tokens is None:
+        return rows
+    return rows._replace(target_tokens=jax.vmap(shift_left)(target_tokens))
 
 
 def draw(

@@ -111,8 +111,8 @@ def step_function(
 ) -> Callable[[TrainState, Params, TargetHead, Mapping[str, Array]], tuple[TrainState, Any]]:
     """The step, a pure function: (state, frozen, head, batch) -> (state, StepMetrics).
 
-    A batch holds tokens, loss_mask, document_ids [A, B, S], taps and last_hidden [A, B, S, ..] and
-    numbers [A, B], the place of each sequence in the global batch.
+    A batch holds tokens, loss_mask, document_ids [A, B, S], taps and last_hidden [A, B, S, ..],
+    perhaps target_tokens [A, B, S], and numbers [A, B], each sequence's place in the global batch.
     """
 
     def step(
@@ -169,4 +169,4 @@ def make_validation(
 def batch_rows(micro: Mapping[str, Array]) -> TrainingRows:
     """The training rows of one micro-batch [B, S]."""
     names = ("tokens", "taps", "last_hidden", "loss_mask", "document_ids")
-    return training_rows(*(micro[name] for name in names))
+    return training_rows(*(micro[name] for name in names), micro.get("target_tokens"))

@@ -185,6 +185,9 @@ def test_stored_hidden_states_train_like_the_target_running_along(made, folder, 
     )
     assert len(store) == len(data)
     store.verify()
+    head = np.asarray(target.head.get_value())
+    for sample in (store[0], store[len(store) - 1]):
+        assert (sample.target_tokens == (sample.last_hidden @ head).argmax(-1)).all()
     # Names are row numbers, so both sources have the same rows in the same order.
     recipe = tiny_run.recipe(folder / "rows", folder / "out")
     offline = dataclasses.replace(

@@ -46,6 +46,24 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path, dtype):
     store.verify()
 
 
+def test_the_targets_tokens_are_kept_where_the_store_has_them(tmp_path):
+    info = dataclasses.replace(INFO, target_tokens=True)
+    tokens = np.arange(5, dtype=np.int32)
+    with HiddenWriter(tmp_path / "with", info) as writer:
+        writer.add("s", **sample(0), target_tokens=tokens)
+        with pytest.raises(ValueError, match="sample 't': the store needs target_tokens"):
+            writer.add("t", **sample(1))
+        with pytest.raises(ValueError, match=r"target_tokens has shape \[4\], expected \[5\]"):
+            writer.add("u", **sample(1), target_tokens=tokens[1:])
+    store = open_store(tmp_path / "with")
+    assert store[0].target_tokens.tolist() == tokens.tolist()
+    with HiddenWriter(tmp_path / "without", INFO) as writer:
+        with pytest.raises(ValueError, match="sample 's': the store has no target_tokens"):
+            writer.add("s", **sample(0), target_tokens=tokens)
+        writer.add("s", **sample(0))
+    assert open_store(tmp_path / "without")[0].target_tokens is None
+
+
 def test_a_killed_capture_goes_on_where_its_last_shard_ended(tmp_path):
     with pytest.raises(RuntimeError), HiddenWriter(tmp_path, INFO, shard_rows=1) as writer:
         writer.add("0", **sample(0))

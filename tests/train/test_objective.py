@@ -210,6 +210,18 @@ def test_supervised_rows_have_a_gradient_and_the_last_row_has_none_E3():
     assert (size[:, 4:] == 0).all() and (size[:, 1:4] > 0).all()
 
 
+def test_target_tokens_that_were_stored_count_as_those_computed():
+    config, learned, frozen, head, rows, lengths = make_case()
+    objective = make_objective(config, COD, NUM_ROWS, num_chunks=2)
+    run = jax.jit(functools.partial(loss_sum, objective))
+    tokens = jnp.argmax(rows.last_hidden @ head.matrix, axis=-1).astype(jnp.int32)
+    _, computed = run(learned, frozen, head, rows, lengths)
+    _, stored = run(learned, frozen, head, rows._replace(target_tokens=tokens), lengths)
+    jax.tree.map(np.testing.assert_array_equal, computed, stored)
+    _, other = run(learned, frozen, head, rows._replace(target_tokens=tokens + 1), lengths)
+    assert int(computed.correct.sum()) > int(other.correct.sum())
+
+
 @pytest.mark.parametrize("outside", ["renormalise", "drop"])
 def test_rows_whose_target_token_is_never_drafted_E15(outside):
     _, learned, frozen, head, rows, lengths = make_case()

@@ -3,6 +3,7 @@
 A folder of `*.safetensors` shards. Each holds many samples one after the other:
 
     tokens int32 [T] · loss_mask bool [T] · taps [T, A*H] · last_hidden [T, H]
+    target_tokens int32 [T], the target's greedy token at each row, where the store says so
 
 and in its metadata the store's description and the table of its samples (name, first row, rows,
 CRC-32 of their bytes). Shards appear whole or not at all, and need no index beside them, so that
@@ -29,7 +30,6 @@ from peagle_jax.checkpoints.safetensors_file import (
 from train.data.pack import Sample
 
 FORMAT = "peagle-jax hidden states 1"
-_TENSORS = ("tokens", "loss_mask", "taps", "last_hidden")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class StoreInfo:
         hidden_size: width of one tapped state and of the last hidden state.
         dtype: NumPy name of the states' type ("bfloat16", "float32", ...).
         last_hidden: "normed" when behind the target's final norm, "residual" when before it.
+        target_tokens: whether the target's greedy tokens are there, or training computes them.
     """
 
     target: str
@@ -49,6 +50,13 @@ class StoreInfo:
     hidden_size: int
     dtype: str = "bfloat16"
     last_hidden: str = "normed"
+    target_tokens: bool = False
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the arrays of a shard."""
+        more = ("target_tokens",) if self.target_tokens else ()
+        return ("tokens", "loss_mask", "taps", "last_hidden", *more)
 
     @property
     def taps_width(self) -> int:
@@ -110,12 +118,13 @@ class HiddenWriter:
         loss_mask: np.ndarray,
         taps: np.ndarray,
         last_hidden: np.ndarray,
+        target_tokens: np.ndarray | None = None,
     ) -> None:
-        """Append the sample `name`.
+        """Append the sample `name`; target_tokens where the store's description says so.
 
         Raises:
-            ValueError: naming the sample: a name already there, states that are not finite, or of
-                another width, number of rows or dtype.
+            ValueError: naming the sample: a name already there, target tokens missing or not
+                asked for, states that are not finite, or of another width, number of rows or dtype.
         """
         if name in self.written:
             raise ValueError(f"sample {name!r} is in the store already.")
@@ -125,6 +134,11 @@ class HiddenWriter:
             "taps": np.asarray(taps),
             "last_hidden": np.asarray(last_hidden),
         }
+        if (target_tokens is not None) != self._info.target_tokens:
+            wants = "needs" if self._info.target_tokens else "has no"
+            raise ValueError(f"sample {name!r}: the store {wants} target_tokens.")
+        if target_tokens is not None:
+            sample["target_tokens"] = np.asarray(target_tokens, np.int32)
         _check(f"sample {name!r}", sample, self._info)
         self._samples.append((name, sample))
         self.written.add(name)
@@ -143,7 +157,7 @@ class HiddenWriter:
             start += rows
         joined = {
             tensor: np.concatenate([sample[tensor] for _, sample in self._samples])
-            for tensor in _TENSORS
+            for tensor in self._info.tensors
         }
         metadata = {
             "format": FORMAT,
@@ -200,7 +214,7 @@ class HiddenStore:
         where = f"{entry.shard.path}: sample {name!r}"
         place = slice(entry.start, entry.start + entry.rows)
         sample = {}
-        for tensor in _TENSORS:
+        for tensor in self.info.tensors:
             shape = entry.shard.info(tensor).shape
             if not shape or shape[0] < place.stop:
                 raise ValueError(
@@ -259,6 +273,8 @@ def _check(where: str, sample: Mapping[str, np.ndarray], info: StoreInfo) -> Non
         "taps": (rows, info.taps_width),
         "last_hidden": (rows, info.hidden_size),
     }
+    if info.target_tokens:
+        shapes["target_tokens"] = (rows,)
     for tensor, shape in shapes.items():
         if sample[tensor].shape != shape:
             raise ValueError(
@@ -277,8 +293,8 @@ def _check(where: str, sample: Mapping[str, np.ndarray], info: StoreInfo) -> Non
 
 def _crc(sample: Mapping[str, np.ndarray]) -> int:
     crc = 0
-    for tensor in _TENSORS:
+    for values in sample.values():
         # As bytes: dtypes from ml_dtypes have no buffer protocol.
-        flat = np.ascontiguousarray(sample[tensor]).reshape(-1).view(np.uint8)
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         crc = zlib.crc32(memoryview(flat), crc)
     return crc

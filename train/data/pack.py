@@ -13,13 +13,19 @@ PADDING = -1
 class Sample:
     """One row before the shift; the states are there in offline training only.
 
-    tokens int32 [N], loss_mask bool [N], taps [N, A*H] and last_hidden [N, H] in a float type.
+    tokens int32 [N], loss_mask bool [N], taps [N, A*H] and last_hidden [N, H] in a float type,
+    target_tokens int32 [N], the target's greedy token at each row.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
     taps: np.ndarray | None = None
     last_hidden: np.ndarray | None = None
+    target_tokens: np.ndarray | None = None
+
+
+STATES = ("taps", "last_hidden", "target_tokens")
+"""Fields of a sample that offline training alone has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +105,7 @@ def lay_out(samples: Sequence[Sample], capacity: int) -> dict[str, np.ndarray]:
     """Samples side by side in one sequence of `capacity` slots, padded behind.
 
     Returns tokens int32, loss_mask bool, document_ids int32 (0, 1, ..; PADDING), positions int32
-    (from 0 in each document), and taps and last_hidden where the samples have them.
+    (from 0 in each document), and of STATES what the samples have.
 
     Raises:
         ValueError: the samples do not fit.
@@ -113,10 +119,10 @@ def lay_out(samples: Sequence[Sample], capacity: int) -> dict[str, np.ndarray]:
         "document_ids": np.full(capacity, PADDING, np.int32),
         "positions": np.zeros(capacity, np.int32),
     }
-    for name in ("taps", "last_hidden"):
+    for name in STATES:
         if samples and getattr(samples[0], name) is not None:
             states = getattr(samples[0], name)
-            out[name] = np.zeros((capacity, states.shape[1]), states.dtype)
+            out[name] = np.zeros((capacity, *states.shape[1:]), states.dtype)
     at = 0
     for document, sample in enumerate(samples):
         place = slice(at, at + len(sample.tokens))
@@ -124,7 +130,7 @@ def lay_out(samples: Sequence[Sample], capacity: int) -> dict[str, np.ndarray]:
         out["loss_mask"][place] = sample.loss_mask
         out["document_ids"][place] = document
         out["positions"][place] = np.arange(len(sample.tokens))
-        for name in ("taps", "last_hidden"):
+        for name in STATES:
             if name in out:
                 out[name][place] = getattr(sample, name)
         at = place.stop

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import grain
 import numpy as np
 
-from train.data.pack import Packing, Sample, lay_out, pack_rows
+from train.data.pack import STATES, Packing, Sample, lay_out, pack_rows
 
 
 @runtime_checkable
@@ -142,20 +142,22 @@ class _LoadPart:
     def _fill_states(self, sequences: list[dict[str, np.ndarray]]) -> None:
         """Empty sequences get states of zeros where the source has states."""
         example = self._source[0] if any(len(s) == 4 for s in sequences) else None
-        if example is None or example.taps is None or example.last_hidden is None:
+        if example is None:
             return
-        for sequence in sequences:
-            for name, states in (("taps", example.taps), ("last_hidden", example.last_hidden)):
+        for name in STATES:
+            states = getattr(example, name)
+            for sequence in sequences if states is not None else ():
                 if name not in sequence:
-                    shape = (self._config.sequence_length, states.shape[1])
+                    shape = (self._config.sequence_length, *states.shape[1:])
                     sequence[name] = np.zeros(shape, states.dtype)
 
 
 class Batches:
     """Iterator over this process's part of the global batches, with a position.
 
-    Each item holds tokens, loss_mask, document_ids and positions [b, S], and taps [b, S, A*H] and
-    last_hidden [b, S, H] for a source with states; b is global_batch / process_count.
+    Each item holds tokens, loss_mask, document_ids and positions [b, S], and of STATES what
+    the source has, taps [b, S, A*H], last_hidden [b, S, H], target_tokens [b, S]; b is global_batch
+    / process_count.
     """
 
     def __init__(self, dataset: Any, identity: str, packing: Packing, num_batches: int | None):
