@@ -1,4 +1,4 @@
-"""The last checkpoints as the heads of the package, with a card: data, recipe, figures, licence."""
+"""The best checkpoints as the heads of the package, with a card: data, recipe, figures, licence."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from examples.smollm2.run import MAX_LENGTH, TARGET, read_answers
+from examples.smollm2.run import FITS, MAX_LENGTH, TARGET, read_answers
 from peagle_jax.checkpoints.load import load_target
 from peagle_jax.checkpoints.shipped_heads import heads_folder, load_shipped_head, pack_head
 from peagle_jax.decoding.params import SamplingParams
@@ -19,8 +19,6 @@ from train.evaluate import evaluate, prompt_of
 from train.export import run_recipe, trained_drafter
 from train.progress import read_log
 
-HEADS = {"p-eagle": ("p-eagle",), "eagle3": ("eagle3",)}
-"""The runs behind the head of each method, one after the other; the last one is packed."""
 PROMPTS, MAX_TOKENS, K = 8, 32, 5
 DEFAULT_K = 1  # a second draft of heads trained this shortly is right once in a hundred rounds
 
@@ -34,7 +32,7 @@ a good head.
   standard library's docstrings, chatterbot-corpus and request patterns: `examples/smollm2`. No
   prompt shares 13 words in a row with HumanEval or MT-Bench. Captured and trained on: {rows} rows
   cut to {length} tokens, {passes} supervised tokens in {steps} steps, {cpu:.0f} CPU seconds in all.
-* **Recipe**: `examples/smollm2/{recipe}.toml`. {what}
+* **Recipe**: `{recipes}`. {what}
 * **Stored**: int8 with one scale for each output channel; embedding and head rows are the target's.
 * **Figures**: acceptance length at K = {k}, {prompts} held-out prompts of {tokens} greedy tokens:
   {before:.3f} in float32, {after:.3f} as stored. MT-Bench: `benchmarks/results/smollm2_mt_bench`.
@@ -49,18 +47,18 @@ WHAT = {
 
 
 def pack_heads(folder: Path) -> None:
-    """Write the last head of each run that ended to `peagle_jax/data/heads`, in place of its last.
+    """Write the head of each last run to `peagle_jax/data/heads`, in place of the one there.
 
     A run draws its curves when it ends; one that is still going is left out.
     """
     target = load_target(find_target(TARGET))
-    for method, runs in HEADS.items():
+    for method, runs in FITS.items():
         if all((folder / name / "curves.png").is_file() for name in runs):
             _pack(folder, method, target)
 
 
 def _pack(folder: Path, method: str, target: Target) -> None:
-    runs = HEADS[method]
+    runs = FITS[method]
     made, state, prompts, rows = _load(folder, runs[-1], target)
     asked = [prompt_of(prompts[row]) for row in range(min(PROMPTS, len(prompts)))]
 
@@ -82,7 +80,7 @@ def _pack(folder: Path, method: str, target: Target) -> None:
         answers=len(read_answers()),
         rows=rows,
         length=MAX_LENGTH,
-        recipe=runs[0],
+        recipes="` and `".join(f"examples/smollm2/{run}.toml" for run in runs),
         what=WHAT[method],
         k=K,
         prompts=len(asked),
@@ -96,17 +94,14 @@ def _pack(folder: Path, method: str, target: Target) -> None:
 
 
 def _load(folder: Path, name: str, target: Target) -> tuple[Any, Any, Any, int]:
-    """The assembled run, its last state, the validation rows, and the number of training rows.
-
-    The last one, because a run that was stopped has had no validation since a while, and runs as
-    short as these still rise.
-    """
+    """The assembled run, its best state, the validation rows, and the number of training rows."""
     here = os.getcwd()
     os.chdir(folder)  # recipes name folders beside the run
     try:
         made = assemble(run_recipe(name), target)
         with Checkpoints(Path(name) / "checkpoints") as checkpoints:
-            state, _ = checkpoints.restore(made.state, made.run.recipe, mesh=made.mesh)
+            best = checkpoints.has_best()
+            state, _ = checkpoints.restore(made.state, made.run.recipe, mesh=made.mesh, best=best)
         return made, state, open_prepared("validation"), len(open_prepared("train"))
     finally:
         os.chdir(here)

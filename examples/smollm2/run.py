@@ -2,11 +2,10 @@
 
     python -m examples.smollm2.run FOLDER [--only STEP,STEP] [--train-rows N]
 
-Steps: prompts, answers, collect, rows, states, p-eagle, eagle3, pack. One whose output
-is there is skipped, an interrupted one goes on, so the command may be given again and again. The
-committed answers.jsonl.gz stands for the first three: delete it to let the target answer anew, or
-give --extend to answer the prompts that it lacks and add them to it.
-Everything else is made in FOLDER; nothing of it needs to outlive the run but the heads.
+Steps: prompts, answers, collect, rows, states, p-eagle, eagle3, pack. One whose output is there
+is skipped, an interrupted one goes on, so the command may be given again and again. The committed
+answers.jsonl.gz stands for the first three: delete it to let the target answer anew, or give
+--extend to answer the prompts that it lacks and add them to it. Everything else is made in FOLDER; nothing of it needs to outlive the run but the heads.
 """
 
 import argparse
@@ -26,7 +25,8 @@ from train.cli import main as train
 HERE = Path(__file__).parent
 ANSWERS = HERE / "answers.jsonl.gz"
 TARGET = "smollm2-135m"
-FITS = ("p-eagle", "eagle3")
+FITS = {"p-eagle": ("p-eagle-1", "p-eagle-2"), "eagle3": ("eagle3-1", "eagle3-2")}
+"""Runs of each head, one after the other: NAME.toml here, folder NAME and head NAME-head."""
 STEPS = ("prompts", "answers", "collect", "rows", "states", *FITS, "pack")
 
 PARTS = {
@@ -137,6 +137,14 @@ def capture(folder: Path) -> None:
         call("capture", str(folder / name), "--target", TARGET, *options)
 
 
+def fit(folder: Path, name: str) -> None:
+    """The runs of one head, each from the best checkpoint of the one before."""
+    for run in FITS[name]:
+        if not (folder / f"{run}-head").is_dir():
+            in_folder(folder, "fit", str(HERE / f"{run}.toml"), "--resume")
+            in_folder(folder, "export", run, f"{run}-head", "--dtype", "float32")
+
+
 def in_folder(folder: Path, *arguments: str) -> None:
     """A command in FOLDER, which the recipes' paths start from."""
     here = os.getcwd()
@@ -178,7 +186,7 @@ def main() -> None:
         capture(folder)
     for name in FITS:
         if name in args.only:
-            in_folder(folder, "fit", str(HERE / f"{name}.toml"), "--resume")
+            fit(folder, name)
     if "pack" in args.only:
         from examples.smollm2.pack import pack_heads
 
