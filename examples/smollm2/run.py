@@ -5,7 +5,8 @@
 Steps: prompts, answers, collect, rows, states, p-eagle, eagle3, pack. One whose output is there
 is skipped, an interrupted one goes on, so the command may be given again and again. The committed
 answers.jsonl.gz stands for the first three: delete it to let the target answer anew, or give
---extend to answer the prompts that it lacks and add them to it. Everything else is made in FOLDER; nothing of it needs to outlive the run but the heads.
+--extend to answer the prompts that it lacks and add them to it. Everything else is made in FOLDER;
+nothing of it needs to outlive the run but the heads.
 """
 
 import argparse
