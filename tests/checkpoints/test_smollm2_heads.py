@@ -9,8 +9,12 @@ from peagle_jax.checkpoints.drafter_export import save_drafter
 from peagle_jax.checkpoints.drafter_files import load_drafter
 from peagle_jax.checkpoints.load import load_target
 from peagle_jax.checkpoints.shipped_heads import heads_folder, load_shipped_head, shipped_heads
+from peagle_jax.decoding.params import SamplingParams
+from peagle_jax.engine import Engine
+from peagle_jax.text.tokenizer import load_tokenizer
 from tests.smollm2_file import smollm2_gguf
 
+QUESTIONS = ["Why is the sky blue?", "Write a Python function that adds two numbers."]
 HEADS = ("smollm2-135m-eagle3", "smollm2-135m-p-eagle")
 
 
@@ -53,3 +57,26 @@ def test_an_exported_head_reloads_with_equal_parameters(name, layout, target, tm
     assert again.config.taps == drafter.config.taps
     assert again.config.norm_before_residual == drafter.config.norm_before_residual
     assert again.config.mask_token_id == drafter.config.mask_token_id
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEADS)
+def test_an_exported_head_drafts_and_generates_the_same(name, target, tmp_path):
+    tokenizer = load_tokenizer(smollm2_gguf())
+    shipped = load_shipped_head(name, target)
+    parallel = True if "p-eagle" in name else None
+    heads = [shipped]
+    for layout in ("raw", "speculators"):
+        path = save_drafter(
+            shipped, tmp_path / layout, layout, dtype=jnp.float32, verifier="smollm2-135m"
+        )
+        heads.append(
+            load_drafter(path, target=target, dtype=jnp.float32, parallel_drafting=parallel)
+        )
+    found = []
+    for head in heads:
+        engine = Engine(target, tokenizer, head, num_speculative_tokens=5)
+        answers = engine.generate(QUESTIONS, SamplingParams(max_tokens=48))
+        found.append([(one.token_ids, one.draft_depths) for one in answers])
+    assert found[0] == found[1] == found[2]
+    assert sum(depth > 0 for _, depths in found[0] for depth in depths) > 5, "drafts are accepted"
