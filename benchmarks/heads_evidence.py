@@ -1,9 +1,11 @@
-"""Parts of a `peagle bench` run, made one after the other with --skip, as one report.
+"""Parts of a `peagle bench` run as one report.
 
     python -m benchmarks.heads_evidence OUTPUT PART PART ...
 
+Parts of other prompts (made one after the other with --skip) must have the same methods and K.
 Counts are summed, rates follow from the sums; percentiles of times cannot be, and are left out.
-Writes results.json, table.md and the pictures into OUTPUT.
+Parts of the same prompts with other methods or K are put side by side, each row with the speed-up
+over plain decoding of its own run. Writes results.json, table.md and the pictures into OUTPUT.
 """
 
 import json
@@ -52,6 +54,33 @@ def merge(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def same_prompts(reports: Sequence[dict[str, Any]]) -> bool:
+    """Whether all reports are of the same requests, and not of one data set's parts."""
+    names = ("num_prompts", "num_prompt_tokens", "skipped", "max_tokens", "temperature", "seed")
+    return all(
+        one["settings"][name] == reports[0]["settings"][name] for one in reports for name in names
+    )
+
+
+def join(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several with other arms over the same prompts; plain decoding counts once.
+
+    Raises:
+        ValueError: plain decoding gave other texts in one of them, or an arm is there twice.
+    """
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for one in reports:
+        for row in one["results"]:
+            seen = rows.setdefault(_arm(row), row)
+            if row["method"] == "none" and seen["outputs_sha256"] != row["outputs_sha256"]:
+                raise ValueError("plain decoding gave other texts in another part")
+            if row["method"] != "none" and seen is not row:
+                raise ValueError(f"{row['method']} at K = {row['k']} is in two parts")
+    complete = all(one["complete"] for one in reports)
+    parts = [{"revision": one["environment"].get("revision"), **one["settings"]} for one in reports]
+    return {**reports[0], "complete": complete, "results": list(rows.values()), "parts": parts}
+
+
 def _arm(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("method", "k", "concurrency", "dataset"))
 
@@ -96,7 +125,8 @@ def _merged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     output, *parts = map(Path, sys.argv[1:])
     reports = [json.loads((part / "results.json").read_text(encoding="utf-8")) for part in parts]
-    for path in write_report(output, merge(reports), pictures=True):
+    combine = join if same_prompts(reports) else merge
+    for path in write_report(output, combine(reports), pictures=True):
         print(path)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.heads_evidence import merge
+from benchmarks.heads_evidence import join, merge, same_prompts
 from peagle_jax.bench.measure import Arm, Measurement
 from peagle_jax.bench.report import content
 from peagle_jax.bench.results import rows
@@ -29,15 +29,19 @@ def record(index, *, drafted):
     )
 
 
-def report(indices):
+def report(indices, arms=(Arm("none", None), Arm("p-eagle", 2))):
     found = []
-    for arm in (Arm("none", None), Arm("p-eagle", 2)):
+    for arm in arms:
         one = Measurement(arm, 2, warm_up_s=1.0, seconds=2.0 * len(indices))
         one.records = [record(i, drafted=arm.k is not None) for i in indices]
         found.append(one)
     table = rows(found, "some", lambda ids: 1e-6)
     facts = {"dtype": "float32", "cores": 2, "revision": "r"}
-    return content(facts, table, complete=True, settings={"skipped": indices[0]})
+    settings = {
+        "num_prompts": len(indices), "num_prompt_tokens": 2 * len(indices), "skipped": indices[0],
+        "max_tokens": 9, "temperature": 0.0, "seed": 0,
+    }  # fmt: skip
+    return content(facts, table, complete=True, settings=settings)
 
 
 def test_two_parts_are_the_whole():
@@ -67,3 +71,17 @@ def test_other_arms_or_dtypes_are_refused():
     other["results"].pop()
     with pytest.raises(ValueError, match="different methods"):
         merge([one, other])
+
+
+def test_other_arms_over_the_same_prompts_stand_side_by_side():
+    plain, one, two = Arm("none", None), Arm("p-eagle", 2), Arm("eagle3", 3)
+    parts = [report(range(4), (plain, one)), report(range(4), (plain, two))]
+    assert same_prompts(parts) and not same_prompts([parts[0], report(range(4, 8))])
+    joined = join(parts)
+    assert [row["method"] for row in joined["results"]] == ["none", "p-eagle", "eagle3"]
+    assert joined["results"][:2] == parts[0]["results"]
+    with pytest.raises(ValueError, match="p-eagle at K = 2 is in two parts"):
+        join([parts[0], parts[0]])
+    parts[1]["results"][0]["outputs_sha256"] = "other"
+    with pytest.raises(ValueError, match="plain decoding gave other texts"):
+        join(parts)
