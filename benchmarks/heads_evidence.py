@@ -71,11 +71,12 @@ def join(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in reports:
         for row in one["results"]:
-            seen = rows.setdefault(_arm(row), row)
-            if row["method"] == "none" and seen["outputs_sha256"] != row["outputs_sha256"]:
-                raise ValueError("plain decoding gave other texts in another part")
-            if row["method"] != "none" and seen is not row:
+            seen = rows.get(_arm(row))
+            if seen is not None and row["method"] != "none":
                 raise ValueError(f"{row['method']} at K = {row['k']} is in two parts")
+            if seen is not None and seen["outputs_sha256"] != row["outputs_sha256"]:
+                raise ValueError("plain decoding gave other texts in another part")
+            rows.setdefault(_arm(row), row)
     complete = all(one["complete"] for one in reports)
     parts = [{"revision": one["environment"].get("revision"), **one["settings"]} for one in reports]
     return {**reports[0], "complete": complete, "results": list(rows.values()), "parts": parts}

@@ -29,7 +29,10 @@ def record(index, *, drafted):
     )
 
 
-def report(indices, arms=(Arm("none", None), Arm("p-eagle", 2))):
+PLAIN, DRAFTED = Arm("none", None), Arm("p-eagle", 2)
+
+
+def report(indices, arms=(PLAIN, DRAFTED)):
     found = []
     for arm in arms:
         one = Measurement(arm, 2, warm_up_s=1.0, seconds=2.0 * len(indices))
@@ -74,8 +77,7 @@ def test_other_arms_or_dtypes_are_refused():
 
 
 def test_other_arms_over_the_same_prompts_stand_side_by_side():
-    plain, one, two = Arm("none", None), Arm("p-eagle", 2), Arm("eagle3", 3)
-    parts = [report(range(4), (plain, one)), report(range(4), (plain, two))]
+    parts = [report(range(4)), report(range(4), (PLAIN, Arm("eagle3", 3)))]
     assert same_prompts(parts) and not same_prompts([parts[0], report(range(4, 8))])
     joined = join(parts)
     assert [row["method"] for row in joined["results"]] == ["none", "p-eagle", "eagle3"]
