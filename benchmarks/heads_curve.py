@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "smollm2_training"
-RUNS = {"p-eagle": ("p-eagle-1", "p-eagle-2"), "eagle3": ("eagle3-1", "eagle3-2")}
+RUNS = {"p-eagle": ("p-eagle-1", "p-eagle-2", "p-eagle-3"), "eagle3": ("eagle3-1", "eagle3-2")}
 """The runs of each head, one after the other. The first ones draft one token, so that their
 acceptance length is at most 2."""
 STYLES = {"p-eagle": ("#0b3c6f", "o", "-"), "eagle3": ("#c8501e", "s", "--")}

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,10 @@ from train.cli import main as train
 HERE = Path(__file__).parent
 ANSWERS = HERE / "answers.jsonl.gz"
 TARGET = "smollm2-135m"
-FITS = {"p-eagle": ("p-eagle-1", "p-eagle-2"), "eagle3": ("eagle3-1", "eagle3-2")}
+FITS = {
+    "p-eagle": ("p-eagle-1", "p-eagle-2", "p-eagle-3"),
+    "eagle3": ("eagle3-1", "eagle3-2"),
+}
 """Runs of each head, one after the other: NAME.toml here, folder NAME and head NAME-head."""
 STEPS = ("prompts", "answers", "collect", "rows", "states", *FITS, "pack")
 
@@ -39,6 +43,7 @@ PARTS = {
 """How each file of prompts is answered. Short answers: the heads are measured on 128 tokens, and
 longer rows of the same text come from a first batch that the collected file keeps."""
 
+_FIT = "import sys; from train.cli import main; sys.exit(main(sys.argv[1:]))"
 MAX_LENGTH = 192  # tokens kept of a row
 VALIDATION_ROWS = 20
 DRAFT_VOCAB = 8192
@@ -142,7 +147,9 @@ def fit(folder: Path, name: str) -> None:
     """The runs of one head, each from the best checkpoint of the one before."""
     for run in FITS[name]:
         if not (folder / f"{run}-head").is_dir():
-            in_folder(folder, "fit", str(HERE / f"{run}.toml"), "--resume")
+            # A process of its own: the log counts the CPU seconds of its process.
+            fit = [sys.executable, "-c", _FIT, "fit", str(HERE / f"{run}.toml"), "--resume"]
+            subprocess.run(fit, cwd=folder, check=True)
             in_folder(folder, "export", run, f"{run}-head", "--dtype", "float32")
 
 
