@@ -43,7 +43,6 @@ PARTS = {
 """How each file of prompts is answered. Short answers: the heads are measured on 128 tokens, and
 longer rows of the same text come from a first batch that the collected file keeps."""
 
-_FIT = "import sys; from train.cli import main; sys.exit(main(sys.argv[1:]))"
 MAX_LENGTH = 192  # tokens kept of a row
 VALIDATION_ROWS = 20
 DRAFT_VOCAB = 8192
@@ -148,8 +147,10 @@ def fit(folder: Path, name: str) -> None:
     for run in FITS[name]:
         if not (folder / f"{run}-head").is_dir():
             # A process of its own: the log counts the CPU seconds of its process.
-            fit = [sys.executable, "-c", _FIT, "fit", str(HERE / f"{run}.toml"), "--resume"]
-            subprocess.run(fit, cwd=folder, check=True)
+            fit = [sys.executable, "-m", "train.cli", "fit", str(HERE / f"{run}.toml"), "--resume"]
+            status = subprocess.run(fit, cwd=folder, check=False).returncode
+            if status:
+                sys.exit(status)
             in_folder(folder, "export", run, f"{run}-head", "--dtype", "float32")
 
 
