@@ -21,7 +21,7 @@ acceptance length is at most 2."""
 STYLES = {"p-eagle": ("#0b3c6f", "o", "-"), "eagle3": ("#c8501e", "s", "--")}
 
 
-def points(runs: Sequence[Sequence[dict[str, Any]]], window: int = 5) -> list[dict[str, float]]:
+def points(runs: Sequence[Sequence[dict[str, Any]]], window: int = 25) -> list[dict[str, float]]:
     """Points over runs that follow each other: tokens and CPU seconds so far, estimated lengths.
 
     Training records are averaged over `window` of them, as each is of one sequence alone.
@@ -57,15 +57,16 @@ def draw(curves: dict[str, list[dict[str, float]]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for name, found in curves.items():
         color, marker, dash = STYLES[name]
-        for axis, key in zip(axes, ("tokens", "cpu_seconds"), strict=True):
-            seen = [p for p in found if "training" in p]
-            axis.plot([p[key] for p in seen], [p["training"] for p in seen], dash, color=color,
-                      label=f"{name}, training rows")  # fmt: skip
-            held = [p for p in found if "validation" in p]
-            axis.plot([p[key] for p in held], [p["validation"] for p in held], marker, color=color,
-                      label=f"{name}, held-out rows")  # fmt: skip
-    axes[0].set(xlabel="supervised tokens trained on", ylabel="estimated acceptance length")
-    axes[1].set(xlabel="CPU seconds, all included")
+        for axis, key, unit in zip(axes, ("tokens", "cpu_seconds"), (1000, 60), strict=True):
+            kinds = (("training", dash, "training"), ("validation", marker, "held-out"))
+            for kind, style, rows in kinds:
+                seen = [p for p in found if kind in p]
+                places, values = [p[key] / unit for p in seen], [p[kind] for p in seen]
+                axis.plot(places, values, style, color=color, label=f"{name}, {rows} rows")
+    axes[0].set(
+        xlabel="supervised tokens trained on [thousands]", ylabel="estimated acceptance length"
+    )
+    axes[1].set(xlabel="CPU minutes, all included")
     for axis in axes:
         axis.grid(color="#dddddd")
         axis.spines[["top", "right"]].set_visible(False)

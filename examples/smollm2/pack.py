@@ -25,24 +25,25 @@ DEFAULT_K = 1  # a second draft of heads trained this shortly is right once in a
 CARD = """# {title} for SmolLM2-135M-Instruct
 
 Drafts for `smollm2-135m`, which is the Q4_1 GGUF file of SmolLM2-135M-Instruct dequantised, not the
-original weights. Trained by this project on a CPU, for minutes only: a start, not
-a good head.
+original weights. Trained by this project in half an hour of CPU time: a start, not a good head.
 
 * **Data**: {answers} answers of the target itself (greedy and sampled) to prompts from Magpie, the
   standard library's docstrings, chatterbot-corpus and request patterns: `examples/smollm2`. No
   prompt shares 13 words in a row with HumanEval or MT-Bench. Captured and trained on: {rows} rows
   cut to {length} tokens, {passes} supervised tokens in {steps} steps, {cpu:.0f} CPU seconds in all.
-* **Recipe**: `{recipes}`. {what}
+* **Recipe**: {recipes}.
+  {what}
 * **Stored**: int8 with one scale for each output channel; embedding and head rows are the target's.
 * **Figures**: acceptance length at K = {k}, {prompts} held-out prompts of {tokens} greedy tokens:
-  {before:.3f} in float32, {after:.3f} as stored. MT-Bench: `benchmarks/results/smollm2_mt_bench`.
+  {before:.3f} in float32, {after:.3f} as stored. MT-Bench and HumanEval: `benchmarks/results`.
 * **Licence**: Apache-2.0, as the target.
 """
 WHAT = {
-    "p-eagle": "Four layers that start as the target's last four, 12 depths, draft vocabulary of "
-    "8,192; the mask token's row alone is learned of the embedding; the head is frozen.",
-    "eagle3": "One layer that starts as the target's last one, training-time test, draft "
-    "vocabulary of 8,192; embedding and head are frozen.",
+    "p-eagle": "Four layers that start as the target's last four; depth 0 first, then 12 depths; "
+    "draft\n  vocabulary of 8,192; of the embedding the mask token's row alone is learned; the "
+    "head is frozen.",
+    "eagle3": "One layer that starts as the target's last one; training-time test of one step, "
+    "then of four;\n  draft vocabulary of 8,192; embedding and head are frozen.",
 }
 
 
@@ -80,7 +81,7 @@ def _pack(folder: Path, method: str, target: Target) -> None:
         answers=len(read_answers()),
         rows=rows,
         length=MAX_LENGTH,
-        recipes="` and `".join(f"examples/smollm2/{run}.toml" for run in runs),
+        recipes=", ".join(f"`examples/smollm2/{run}.toml`" for run in runs),
         what=WHAT[method],
         k=K,
         prompts=len(asked),
