@@ -93,6 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prefill pass runs all rows in flight, so more saves work where only acceptance matters",
     )
     group.add_argument(
+        "--by-length",
+        action="store_true",
+        help="run the prompts in order of their length: the rows of a batch then need as many "
+        "prefill passes as each other",
+    )
+    group.add_argument(
         "--block",
         type=_positive,
         metavar="N",
@@ -255,6 +261,8 @@ def _requests(models: Any, prompts: Any, arguments: argparse.Namespace) -> list[
             Request(name=f"{i}: {one.name}", prompt=one.prompt, params=one.params)
             for i, one in enumerate(requests, start=1)
         ]
+    if arguments.by_length:
+        requests.sort(key=lambda request: len(request.prompt))
     return requests
 
 
@@ -286,6 +294,7 @@ def _settings(arguments: argparse.Namespace, requests: list[Any]) -> dict[str, A
         "repeats": arguments.repeats,
         "rounds_per_step": arguments.rounds_per_step,
         "refill": arguments.refill,
+        "by_length": arguments.by_length,
         "block": arguments.block,
         "skipped": arguments.skip,
         "warm_up": "each program once on two tokens, before the times",

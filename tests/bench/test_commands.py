@@ -110,6 +110,26 @@ def test_an_interrupted_run_goes_on_behind_what_it_has(tiny, prompts, capsys):
     assert rest["settings"]["skipped"] == 2
 
 
+def test_prompts_run_in_order_of_their_length_if_asked(tiny, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "uneven.jsonl"
+    rows = [{"prompt": TEXT[:size]} for size in (9, 3, 6)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen, real = [], Session.run
+
+    def run_and_note(self, requests):
+        seen.append([len(request.prompt) for request in requests])
+        return real(self, requests)
+
+    monkeypatch.setattr(Session, "run", run_and_note)
+    flags = ("--dataset", file, "--methods", "none", "--max-tokens", "8", "--no-chat", "--json")
+    _, as_given = run(capsys, *flags, "--concurrency", "3")
+    given = seen[-1]
+    _, by_length = run(capsys, *flags, "--concurrency", "3", "--by-length")
+    assert given != sorted(given) and seen[-1] == sorted(given)
+    tokens = [one["results"][0]["num_output_tokens"] for one in (as_given, by_length)]
+    assert tokens[0] == tokens[1] and by_length["settings"]["by_length"]
+
+
 def test_the_table_is_for_people(tiny, prompts, capsys):
     flags = ["bench", "--dataset", str(prompts), "--methods", "none", "--max-tokens", "12"]
     assert cli.main([*flags, "--no-chat"]) == 0
