@@ -27,8 +27,16 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _installed(name) for name in _PACKAGES},
         "revision": _revision(),
-        "command": shlex.join([pathlib.Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "command": command_line(sys.orig_argv),
     }
+
+
+def command_line(words: list[str]) -> str:
+    """A command line as it would be typed: a console script by its name alone."""
+    interpreter, *rest = words
+    if rest and pathlib.Path(rest[0]).is_absolute():
+        return shlex.join([pathlib.Path(rest[0]).name, *rest[1:]])
+    return shlex.join([pathlib.Path(interpreter).name, *rest])
 
 
 def _installed(name: str) -> str | None:

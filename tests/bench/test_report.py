@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from peagle_jax.bench import report as report_file
-from peagle_jax.bench.environment import environment
+from peagle_jax.bench.environment import command_line, environment
 from peagle_jax.bench.measure import Arm, Measurement
 from peagle_jax.bench.near_ties import top_two_gap
 from peagle_jax.bench.pictures import draw
@@ -183,3 +183,15 @@ def test_gap_is_that_of_the_targets_logits():
     assert top_two_gap(target)(ids) == pytest.approx(best[-1] - best[-2], rel=1e-4)
     with pytest.raises(ValueError, match="empty"):
         top_two_gap(target)([])
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["/v/bin/python3.11", "/v/bin/peagle", "bench", "-k", "3"], "peagle bench -k 3"),
+        (["/v/bin/python3.11", "-m", "benchmarks.training"], "python3.11 -m benchmarks.training"),
+        (["python"], "python"),
+    ],
+)
+def test_a_command_is_written_as_it_is_typed(words, command):
+    assert command_line(words) == command
