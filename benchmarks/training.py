@@ -10,6 +10,7 @@ after the other on the same drafter, batch and draw. Figures go to benchmarks/re
 
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -41,6 +42,8 @@ def main() -> int:
 
 def measure_memory(args: argparse.Namespace) -> int:
     """Compile, print a table, and add the figures to those of earlier calls."""
+    # Compiling for GPUs needs none, and none is looked for; read when jax is imported.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from benchmarks.training_memory import dense_memory, describe, step_memory
 
     path = RESULTS / "training_memory.json"
