@@ -50,13 +50,18 @@ tensorboard = {tensorboard}
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboardX") is not None
 
 
+QUESTIONS = ["hi", "the sea?", "count", "a longer question of some words", "why", "more"]
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A folder with a model and six questions."""
-    folder = tmp_path_factory.mktemp("commands")
+    return with_questions(tmp_path_factory.mktemp("commands"))
+
+
+def with_questions(folder):
     write_tiny_model(folder / "model")
-    questions = ["hi", "the sea?", "count", "a longer question of some words", "why", "more"]
-    rows = [{"messages": [{"role": "user", "content": text}]} for text in questions]
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in QUESTIONS]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = RECIPE.format(base=folder, tensorboard=str(HAS_TENSORBOARD).lower())
     (folder / "recipe.toml").write_text(text)
@@ -149,8 +154,21 @@ MISTAKES = [
 
 
 @pytest.fixture(scope="module")
-def spoiled(base):
-    """Beside what the first test left: a damaged store, and a target of another width."""
+def spoiled(tmp_path_factory):
+    """Such a folder with stored states of six answers, a damaged copy of them, and a target of
+    another width."""
+    base = with_questions(tmp_path_factory.mktemp("spoiled"))
+    talks = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1] * 3}]
+        for text in QUESTIONS
+    ]
+    lines = (json.dumps({"messages": talk}) + "\n" for talk in talks)
+    (base / "answers.jsonl").write_text("".join(lines))
+    model, rows, states = str(base / "model"), str(base / "rows"), str(base / "states")
+    prepare = ["prepare", str(base / "answers.jsonl"), "--target", model, "--output", rows]
+    assert main([*prepare, "--mask-token-id", "262"]) == 0
+    capture = ["capture", rows, "--target", model, "--output", states, "--dtype", "float32"]
+    assert main([*capture, "--batch-size", "6", "--taps", "1", "2", "3"]) == 0
     shutil.copytree(base / "states", base / "damaged")
     (shard,) = (base / "damaged").glob("*.safetensors")
     content = bytearray(shard.read_bytes())
