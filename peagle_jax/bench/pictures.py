@@ -136,9 +136,10 @@ def _caption(report: Mapping[str, Any]) -> str:
     devices = environment.get("devices") or [""]
     if environment.get("platform") != "cpu":
         machine = f"{len(devices)} x {devices[0]}"
+    cores = environment.get("cores")
     facts = [
         f"{rows[0]['dataset']}, {rows[0]['num_requests']} requests",
-        f"{machine}, {environment.get('cores')} cores",
+        f"{machine}, {cores} core{'s' if cores != 1 else ''}",
         f"peagle-jax {environment.get('revision') or environment.get('peagle-jax')}",
     ]
     return textwrap.fill("; ".join(facts), 95)
