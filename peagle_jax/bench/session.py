@@ -84,15 +84,13 @@ class Session:
         self._state: Any = None
 
     def warm_up(self, requests: Sequence[Request]) -> float:
-        """Compile and run everything, on two tokens of the first request; the seconds."""
+        """Compile and run everything once, on two tokens of the first request; the seconds."""
         started = self.clock()
         first = requests[0]
         params = dataclasses.replace(first.params, max_tokens=2, min_tokens=0, ignore_eos=True)
         short = dataclasses.replace(first, params=params)
         self._state = self.fn.init([short.prompt], [params], batch_size=self.concurrency)
-        # Twice: the programs are compiled anew for a state that a step has given.
-        for _ in range(2):
-            self.run([short] * self.concurrency)
+        self.run([short] * self.concurrency)
         return self.clock() - started
 
     def run(self, requests: Sequence[Request]) -> Run:

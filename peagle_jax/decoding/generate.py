@@ -219,13 +219,20 @@ class GenerateFn:
         on_mesh = functools.partial(_on_mesh, self.mesh)
         admit_rows = functools.partial(admit, features=self.features)
         return Compiled(
-            empty=on_mesh(jax.jit(self.empty_state)),
+            empty=on_mesh(jax.jit(self.empty_state, out_shardings=self._home())),
             prefill=on_mesh(
                 jax.jit(self.prefill, static_argnames="chunk", donate_argnames="state")
             ),
             step=on_mesh(jax.jit(self.step, donate_argnames="state")),
             admit=on_mesh(jax.jit(lambda *args: self._placed(admit_rows(*args)), donate_argnums=0)),
         )
+
+    def _home(self) -> jax.sharding.Sharding | None:
+        """The one device of the parameters. A first state that is bound to it, as those that steps
+        give are, needs no second program to be admitted to."""
+        place = getattr(jax.tree.leaves(self.params)[0], "sharding", None)
+        alone = self.mesh is None and isinstance(place, jax.sharding.SingleDeviceSharding)
+        return place if alone else None
 
     def run(
         self,

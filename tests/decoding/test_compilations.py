@@ -99,3 +99,16 @@ def test_a_chunk_larger_than_the_program_allows_is_refused():
     state = fn.init([[1, 2]], [sampling()], batch_size=5)
     with pytest.raises(ValueError, match="from 1 to max_prefill_chunk 8, got 16"):
         fn.prefill(fn.params, state, chunk=16)
+
+
+def test_rows_admitted_behind_a_step_build_no_second_program_I8():
+    made = programs.plain()
+    params = jax.device_put(made.params, jax.devices()[0])  # bound to a device, as loaded ones are
+    fn = dataclasses.replace(made, params=params)
+    state = fn.init([[1, 2]], [sampling()], batch_size=2)
+    for _ in range(3):
+        state = fn.admit(state, [0], [[3, 4]], [sampling()])
+        state = fn.compiled.prefill(params, state, chunk=4)
+        state = fn.compiled.step(params, state, np.int32(UNTIL_DONE))
+    built = (fn.compiled.admit, fn.compiled.prefill, fn.compiled.step)
+    assert [program._cache_size() for program in built] == [1, 1, 1]
