@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.smollm2.run import FITS
+
 RESULTS = Path(__file__).parent / "results" / "smollm2_training"
-RUNS = {"p-eagle": ("p-eagle-1", "p-eagle-2", "p-eagle-3"), "eagle3": ("eagle3-1", "eagle3-2")}
-"""The runs of each head, one after the other. The first ones draft one token, so that their
-acceptance length is at most 2."""
 STYLES = {"p-eagle": ("#0b3c6f", "o", "-"), "eagle3": ("#c8501e", "s", "--")}
 
 
@@ -78,10 +77,10 @@ def draw(curves: dict[str, list[dict[str, float]]], path: Path) -> None:
 def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     if len(sys.argv) > 1:
-        for name in itertools.chain.from_iterable(RUNS.values()):
+        for name in itertools.chain.from_iterable(FITS.values()):
             shutil.copy(Path(sys.argv[1]) / name / "log.jsonl", RESULTS / f"{name}.jsonl")
     curves = {}
-    for name, runs in RUNS.items():
+    for name, runs in FITS.items():
         logs = [(RESULTS / f"{run}.jsonl").read_text(encoding="utf-8") for run in runs]
         curves[name] = points([[json.loads(line) for line in log.splitlines()] for log in logs])
     print(f"{'head':<10}{'step':>6}{'tokens':>10}{'CPU s':>8}{'training':>10}{'held out':>10}")

@@ -1,13 +1,12 @@
 """Run the target over a prepared data set and store its hidden states for offline training."""
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtyping import Array
 
-from pallas_kernels.vocab_loss import target_argmax
 from peagle_jax.models.target import Target
 from train.data.hidden_store import HiddenStore, HiddenWriter, StoreInfo, open_store
 from train.data.pack import Sample, lay_out
@@ -48,7 +47,8 @@ def capture(
         last_hidden="normed",
         target_tokens=True,
     )
-    run, greedy = target_states(target, taps), greedy_tokens(target)
+    run, head = target_states(target, taps), target_head(target)
+    greedy = functools.partial(jax.jit(TargetHead.greedy_tokens), head)
     kind = np.dtype(jax.numpy.dtype(dtype))
     with HiddenWriter(folder, info, shard_rows=shard_rows, prefix=f"p{process_index}") as writer:
         own = [
@@ -74,23 +74,6 @@ def capture(
             if progress is not None:
                 progress(done, len(own))
     return open_store(folder)
-
-
-def greedy_tokens(target: Target) -> Callable[[Array], Array]:
-    """Normed last hidden states [B, S, H] to the target's greedy token at each row, jitted."""
-    head = target_head(target)
-
-    def run(head: TargetHead, hidden: Array) -> Array:
-        flat = target_argmax(
-            hidden.reshape(-1, hidden.shape[-1]).astype(head.matrix.dtype),
-            head.matrix,
-            target_soft_cap=head.soft_cap,
-            target_head_transposed=head.transposed,
-        )
-        return flat.reshape(hidden.shape[:-1])
-
-    jitted = jax.jit(run)
-    return lambda hidden: jitted(head, hidden)
 
 
 def _name(row: int) -> str:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.vocab_loss import target_argmax
 from peagle_jax.models.config import DrafterConfig
 from train.forward import MaskInputs, Stream, depth_zero, mask_inputs, mask_rows
 from train.parameters import MASK_ROW, Params, build_drafter, kept_ids
@@ -104,14 +103,7 @@ def target_labels(
         return None
     if rows.target_tokens is not None:
         return rows.target_tokens
-    hidden = head.normed(rows.last_hidden)
-    flat = target_argmax(
-        hidden.reshape(-1, hidden.shape[-1]),
-        head.matrix,
-        target_soft_cap=head.soft_cap,
-        target_head_transposed=head.transposed,
-    )
-    return flat.reshape(hidden.shape[:2])
+    return head.greedy_tokens(rows.last_hidden)
 
 
 def losses_of(

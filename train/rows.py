@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.vocab_loss import target_argmax
 from peagle_jax.models.primitives import rms_norm
 from peagle_jax.models.target import Target
 from train.alignment import drafter_rows, shift_left
@@ -70,6 +71,17 @@ class TargetHead:
         if self.norm is not None:
             hidden = rms_norm(hidden, self.norm, self.norm_eps, self.norm_cast)
         return hidden.astype(self.matrix.dtype)
+
+    def greedy_tokens(self, hidden: Float[Array, "*rows Ht"]) -> Int32[Array, "*rows"]:
+        """The target's greedy token of each row, from hidden states as the store has them."""
+        hidden = self.normed(hidden)
+        flat = target_argmax(
+            hidden.reshape(-1, hidden.shape[-1]),
+            self.matrix,
+            target_soft_cap=self.soft_cap,
+            target_head_transposed=self.transposed,
+        )
+        return flat.reshape(hidden.shape[:-1])
 
 
 def target_head(target: Target, kept: Array | None = None, *, residual: bool = False) -> TargetHead:

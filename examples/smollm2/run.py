@@ -31,7 +31,8 @@ FITS = {
     "p-eagle": ("p-eagle-1", "p-eagle-2", "p-eagle-3"),
     "eagle3": ("eagle3-1", "eagle3-2"),
 }
-"""Runs of each head, one after the other: NAME.toml here, folder NAME and head NAME-head."""
+"""Runs of each head, one after the other: NAME.toml here, folder NAME and head NAME-head. The first
+ones draft one token, so that their acceptance length is at most 2."""
 STEPS = ("prompts", "answers", "collect", "rows", "states", *FITS, "pack")
 
 PARTS = {
