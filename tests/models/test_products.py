@@ -9,6 +9,7 @@ from flax import nnx
 from peagle_jax.models.cache import init_cache
 from peagle_jax.models.parameters import weight
 from peagle_jax.models.products import OutputMajor, product, store_output_major
+from peagle_jax.models.target import init_target
 from tests.decoding.tiny import TARGETS, make_target
 
 ROWS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 40)
@@ -95,6 +96,6 @@ def test_turning_keeps_the_values_and_leaves_other_dtypes():
         before, after = (getattr(model.layers[0], name) for model in (plain, turned))
         assert isinstance(after.get_value(), OutputMajor)
         np.testing.assert_array_equal(weight(before, jnp.float32), weight(after, jnp.float32))
-    half = make_target(config, dtype=jnp.bfloat16)
+    half = init_target(config, jax.random.key(0), jnp.bfloat16)
     store_output_major(half)
     assert isinstance(half.layers[0].qkv.get_value(), jax.Array)
