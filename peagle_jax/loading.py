@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from peagle_jax.checkpoints import catalogue
 from peagle_jax.checkpoints.drafter_files import load_drafter
@@ -22,6 +23,7 @@ from peagle_jax.checkpoints.shipped_heads import (
 from peagle_jax.decoding.methods import MethodName
 from peagle_jax.engine import Engine
 from peagle_jax.models.drafter import Drafter
+from peagle_jax.models.products import store_output_major
 from peagle_jax.speculative_config import SpeculativeConfig, parse_speculative_config
 from peagle_jax.text.tokenizer import load_tokenizer
 
@@ -81,6 +83,9 @@ def load(
         drafter = load_shipped_head(folder, model, mesh=mesh)
     elif folder is not None:
         drafter = load_drafter(folder, target=model, dtype=model.dtype, mesh=mesh, **_mode(method))
+    for part in (model, drafter):
+        if isinstance(part, nnx.Module):
+            store_output_major(part)
     return Engine(
         model,
         tokenizer,

@@ -19,6 +19,7 @@ from peagle_jax.decoding.requests import Features
 from peagle_jax.engine import Engine, cache_bucket
 from peagle_jax.loading import find_drafter, find_target
 from peagle_jax.models.drafter import Drafter
+from peagle_jax.models.products import store_output_major
 from peagle_jax.models.target import Target
 from peagle_jax.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -81,6 +82,8 @@ def load_models(
     drafters = {
         method: _load_head(folder, model, method) for method, folder in folders.items() if folder
     }
+    for part in (model, *drafters.values()):
+        store_output_major(part)
     return make_models(
         model,
         tokenizer,

@@ -25,8 +25,16 @@ from peagle_jax.models.layers import (
     attention_block,
     mlp_block,
 )
-from peagle_jax.models.parameters import Source, abstract_source, random_source, scoped, weight
-from peagle_jax.models.primitives import norm, precision, product, rms_norm
+from peagle_jax.models.parameters import (
+    Source,
+    abstract_source,
+    matrix,
+    random_source,
+    scoped,
+    weight,
+)
+from peagle_jax.models.primitives import norm, rms_norm
+from peagle_jax.models.products import product
 
 _NORM_CAST = "before_weight"  # as the llama and qwen3 families
 
@@ -184,7 +192,7 @@ class Drafter(nnx.Module):
                 for i, part in enumerate(parts)
             ]
             x = jnp.concatenate(parts, axis=-1)
-        return product(x, weight(self.fc, self.dtype), 1) if config.fuse else x
+        return product(x, matrix(self.fc, self.dtype), 1) if config.fuse else x
 
     def fused_mask(self) -> Float[Array, " H"]:
         """The hidden state of every mask row: the learned vector on the same way as real states.
@@ -213,13 +221,7 @@ class Drafter(nnx.Module):
     def logits(self, hidden: Float[Array, "*rows H"]) -> Float32[Array, "*rows Vd"]:
         """Draft logits of `hidden`; -inf where a padded draft id stands for no target id."""
         hidden = hidden.astype(self.dtype)
-        out = jax.lax.dot_general(
-            hidden,
-            weight(self.head, self.dtype),
-            (((hidden.ndim - 1,), (0,)), ((), ())),
-            precision=precision(self.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        out = product(hidden, matrix(self.head, self.dtype), 1, dtype=jnp.float32)
         limit = self.config.target_vocab_size
         if limit is None:
             return out

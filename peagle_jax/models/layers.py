@@ -16,8 +16,9 @@ from peagle_jax.models.attention import attention
 from peagle_jax.models.cache import LayerCache
 from peagle_jax.models.config import Activation, LayerConfig, NormCast, TargetConfig
 from peagle_jax.models.moe import add_moe_parameters, moe
-from peagle_jax.models.parameters import Source, scoped, weight
-from peagle_jax.models.primitives import activate, norm, product, rms_norm
+from peagle_jax.models.parameters import Source, matrix, scoped, weight
+from peagle_jax.models.primitives import activate, norm, rms_norm
+from peagle_jax.models.products import product
 from peagle_jax.models.rope import rotate, rotation
 
 
@@ -179,7 +180,7 @@ def attention_inputs(
     """Queries and keys, normed and rotated, and values of normed rows `x`."""
     layer, options, dtype = module.layer, module.options, x.dtype
     group = layer.group_size
-    mixed = product(x, weight(module.qkv, dtype), 1)
+    mixed = product(x, matrix(module.qkv, dtype), 1)
     if options.attention_bias:
         mixed = mixed + weight(module.qkv_bias, dtype)[None, None]
     query, key = mixed[..., :group, :], mixed[..., group, :]
@@ -202,7 +203,7 @@ def attention_output(
     module: nnx.Module, attended: Float[Array, "B T KV G D"]
 ) -> Float[Array, "B T H"]:
     """The output projection of what the heads read."""
-    out = product(attended, weight(module.o, attended.dtype), 3)
+    out = product(attended, matrix(module.o, attended.dtype), 3)
     if module.options.attention_bias:
         out = out + weight(module.o_bias, attended.dtype)[None, None]
     return out
@@ -215,11 +216,11 @@ def mlp_block(
     options, dtype = module.options, x.dtype
     if module.layer.moe is not None:
         return moe(module, x, positions >= 0)
-    gate_up = product(x, weight(module.gate_up, dtype), 1)
+    gate_up = product(x, matrix(module.gate_up, dtype), 1)
     if options.mlp_bias:
         gate_up = gate_up + weight(module.gate_up_bias, dtype)[None, None]
     inner = activate(gate_up[..., 0, :], gate_up[..., 1, :], options)
-    out = product(inner, weight(module.down, dtype), 1)
+    out = product(inner, matrix(module.down, dtype), 1)
     if options.mlp_bias:
         out = out + weight(module.down_bias, dtype)[None, None]
     return out

@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.models.config import MoEConfig
 from peagle_jax.models.parameters import Source, scoped, weight
-from peagle_jax.models.primitives import activate, product
+from peagle_jax.models.primitives import activate
+from peagle_jax.models.products import product
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 128, 16
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from peagle_jax.models.products import OutputMajor
+
 # source(name, shape, dtype) gives the value of parameter `name` (as in "layers.3.qkv") with its
 # logical shape: an array, a ShapeDtypeStruct, or a packed weight with `dequantize(dtype)`.
 Source = Callable[[str, tuple[int, ...], Any], Any]
@@ -63,6 +65,12 @@ def weight(parameter: nnx.Param, dtype: Any) -> Array:
     if hasattr(value, "dequantize"):
         return value.dequantize(dtype)
     return value.astype(dtype)
+
+
+def matrix(parameter: nnx.Param, dtype: Any) -> Array | OutputMajor:
+    """The parameter as `primitives.product` takes it: one stored [out, in] stays so."""
+    value = parameter.get_value()
+    return value if isinstance(value, OutputMajor) else weight(parameter, dtype)
 
 
 def _fan_in(name: str, shape: tuple[int, ...]) -> int:

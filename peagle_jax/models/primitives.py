@@ -1,4 +1,4 @@
-"""The small functions that layers are made of: norm, product, activation; no parameters."""
+"""The small functions that layers are made of: norm and activation; no parameters."""
 
 from typing import Any
 
@@ -52,17 +52,3 @@ def rms_norm(
     if cast == "before_weight":
         return wide.astype(x.dtype) * scale.astype(x.dtype)
     return (wide * scale).astype(x.dtype)
-
-
-def product(
-    x: Float[Array, "*rows_and_in"], matrix: Float[Array, "*in_and_out"], contracted: int
-) -> Float[Array, "*rows_and_out"]:
-    """Contract the last `contracted` axes of `x` with the first of `matrix`, in x's dtype."""
-    rows = x.ndim - contracted
-    dims = (tuple(range(rows, x.ndim)), tuple(range(contracted)))
-    return jax.lax.dot_general(x, matrix, (dims, ((), ())), precision=precision(x.dtype))
-
-
-def precision(dtype: Any) -> jax.lax.Precision | None:
-    """Full precision for float32 (a GPU would use TF32 unasked), the default for the rest."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None

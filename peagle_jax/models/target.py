@@ -11,8 +11,16 @@ from jaxtyping import Array, Float, Float32, Int
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.config import TargetConfig
 from peagle_jax.models.layers import DecoderLayer, LayerOptions
-from peagle_jax.models.parameters import Source, abstract_source, random_source, scoped, weight
-from peagle_jax.models.primitives import norm, precision
+from peagle_jax.models.parameters import (
+    Source,
+    abstract_source,
+    matrix,
+    random_source,
+    scoped,
+    weight,
+)
+from peagle_jax.models.primitives import norm
+from peagle_jax.models.products import OutputMajor, product
 from peagle_jax.sharding import constrain
 
 
@@ -106,16 +114,12 @@ class Target(nnx.Module):
         """Next-token logits of final hidden states, after the soft cap; chosen rows only."""
         hidden = hidden.astype(self.dtype)
         if self.config.tied_embeddings:
-            matrix, axis = weight(self.embedding, self.dtype), 1
+            # The table is stored [out, in] already.
+            table = weight(self.embedding, self.dtype)
+            head = OutputMajor(table, table.shape[::-1])
         else:
-            matrix, axis = weight(self.head, self.dtype), 0
-        out = jax.lax.dot_general(
-            hidden,
-            matrix,
-            (((hidden.ndim - 1,), (axis,)), ((), ())),
-            precision=precision(self.dtype),
-            preferred_element_type=jnp.float32,
-        )
+            head = matrix(self.head, self.dtype)
+        out = product(hidden, head, 1, dtype=jnp.float32)
         cap = self.config.final_soft_cap
         return out if cap is None else jnp.float32(cap) * jnp.tanh(out / jnp.float32(cap))
 
