@@ -1,4 +1,4 @@
-"""What each choice behind SmolLM2's P-EAGLE head gains: the recipe with one thing changed at a time.
+"""What each choice behind SmolLM2's P-EAGLE head gains: its recipe with one thing changed.
 
     python -m benchmarks.heads_choices FOLDER [--only NAME ...] [--seconds 180]
 
