@@ -83,7 +83,8 @@ def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str
 def write_report(folder: Path, report: Mapping[str, Any], *, pictures: bool) -> list[Path]:
     """results.json and table.md in `folder`, and with `pictures` the pictures; what was written.
 
-    Pictures of an earlier report that are not drawn anew are removed. Each file is replaced as a whole, so that whoever interrupts finds the last complete one.
+    Pictures of an earlier report that are not drawn anew are removed. Each file is replaced as a
+    whole, so that whoever interrupts finds the last complete one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines = [cells(row) for row in report["results"]]
@@ -121,12 +122,12 @@ def check_free(folder: Path, report: Mapping[str, Any]) -> None:
     file = folder / "results.json"
     if not file.exists():
         return
+    asked = _identity(report)
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
-        asked, held = (_identity(json.loads(json.dumps(one))) for one in (report, held))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        asked, held = {"its contents": None}, {}
-    other = sorted(name for name in asked | held if asked.get(name) != held.get(name) or name not in held)
+        held = _identity(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        held = {}
+    other = sorted(name for name in asked if name not in held or asked[name] != held[name])
     if other:
         raise ValueError(
             f"{folder} holds the results of another run (it differs in {', '.join(other)}); choose "
@@ -135,7 +136,9 @@ def check_free(folder: Path, report: Mapping[str, Any]) -> None:
 
 
 def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {"dtype": report["environment"]["dtype"], **report["settings"]}
+    """What must be the same for one run to stand in another's place, as JSON gives it back."""
+    asked = {"dtype": report["environment"]["dtype"], **report["settings"]}
+    return json.loads(json.dumps(asked))
 
 
 def _replace(path: Path, text: str) -> Path:

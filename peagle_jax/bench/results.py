@@ -12,7 +12,7 @@ from peagle_jax.bench.session import Record
 from peagle_jax.decoding.stats import merge_stats
 
 PERCENTILES = (50, 90, 95, 99)
-NEAR_TIE = 5e-4  # largest gap of plain decoding's two best logits that excuses another token, float32
+NEAR_TIE = 5e-4  # gap of plain decoding's two best logits that excuses another one, in float32
 MAX_EXCUSED_SHARE = 1 / 5000
 PLAIN = Arm("none", None)
 

@@ -190,7 +190,7 @@ class Script:
     """A session that notes who ran what."""
 
     def __init__(self, log, name):
-        self.log, self.name = log, name
+        self.log, self.name, self.unfinished = log, name, None
 
     def warm_up(self, requests):
         self.log.append(f"warm {self.name}")
