@@ -7,6 +7,8 @@ import json
 import re
 import types
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from peagle_jax import cli
@@ -198,6 +200,19 @@ def test_bad_usage_is_said_in_one_line(tiny, prompts, capsys, flags, message):
     error = capsys.readouterr().err
     assert status == 2 and len(error.splitlines()) == 1
     assert re.search(message, error)
+
+
+def test_peers_say_at_which_dtype_and_concurrency_they_run(capsys):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    arguments = parser.parse_args(["--methods", "none,transformers", "--concurrency", "1,4"])
+    target = types.SimpleNamespace(dtype=np.dtype(jnp.bfloat16))
+    facts = bench._facts(types.SimpleNamespace(target=target, heads={}), [], arguments)
+    assert facts["environment"]["peers_dtype"] == "float32"
+    assert capsys.readouterr().err.splitlines() == [
+        "transformers run in float32, the others in bfloat16",
+        "transformers run at concurrency 1 alone",
+    ]
 
 
 def test_a_longer_context_than_the_models_names_the_flag(monkeypatch, tmp_path):

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import heads_curve
 from benchmarks.heads_evidence import join, main, merge, same_prompts
+from examples import run_notebook
 from peagle_jax.bench.measure import Arm, Measurement
 from peagle_jax.bench.report import content
 from peagle_jax.bench.results import rows
@@ -211,3 +213,14 @@ def test_other_arms_over_the_same_prompts_stand_side_by_side():
     parts[1]["results"][0]["outputs_sha256"] = "other"
     with pytest.raises(ValueError, match="plain decoding gave other texts"):
         join(parts)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [(heads_curve, "has no log.jsonl of p-eagle-1"), (run_notebook, "is not a notebook")],
+)
+def test_other_scripts_name_a_wrong_path(monkeypatch, capsys, module, message):
+    monkeypatch.setattr("sys.argv", ["script", "/none"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2 and message in capsys.readouterr().err
