@@ -208,9 +208,9 @@ def _facts(models: Any, requests: list[Any], arguments: argparse.Namespace) -> d
     if peers:
         facts["peers_dtype"] = "float32"
         if facts["dtype"] != "float32":
-            say(f"{' and '.join(peers)} run in float32, the others in {facts['dtype']}")
+            say(f"{', '.join(peers)}: in float32, the others in {facts['dtype']}")
         if max(arguments.concurrency) > 1:
-            say(f"{' and '.join(peers)} run at concurrency 1 alone")
+            say(f"{', '.join(peers)}: at concurrency 1 alone")
     return {"environment": facts, "settings": _settings(arguments, requests, models)}
 
 

@@ -202,7 +202,8 @@ def test_bad_usage_is_said_in_one_line(tiny, prompts, capsys, flags, message):
     assert re.search(message, error)
 
 
-def test_peers_say_at_which_dtype_and_concurrency_they_run(capsys):
+def test_peers_say_at_which_dtype_and_concurrency_they_run(capsys, monkeypatch):
+    monkeypatch.setattr("peagle_jax.bench.models.head_facts", lambda models: {})
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     arguments = parser.parse_args(["--methods", "none,transformers", "--concurrency", "1,4"])
@@ -210,8 +211,8 @@ def test_peers_say_at_which_dtype_and_concurrency_they_run(capsys):
     facts = bench._facts(types.SimpleNamespace(target=target, heads={}), [], arguments)
     assert facts["environment"]["peers_dtype"] == "float32"
     assert capsys.readouterr().err.splitlines() == [
-        "transformers run in float32, the others in bfloat16",
-        "transformers run at concurrency 1 alone",
+        "transformers: in float32, the others in bfloat16",
+        "transformers: at concurrency 1 alone",
     ]
 
 
