@@ -6,10 +6,10 @@ RUN_FOLDER is that of `python -m examples.smollm2.run`: its logs are copied to
 benchmarks/results/smollm2_training first. Prints a table, and draws the picture beside the logs.
 """
 
+import argparse
 import itertools
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,17 @@ def draw(curves: dict[str, list[dict[str, float]]], path: Path) -> None:
 
 
 def main() -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    if len(sys.argv) > 1:
-        for name in itertools.chain.from_iterable(FITS.values()):
-            shutil.copy(Path(sys.argv[1]) / name / "log.jsonl", RESULTS / f"{name}.jsonl")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_folder", type=Path, nargs="?", help="take the logs from there first")
+    folder = parser.parse_args().run_folder
+    if folder is not None:
+        names = list(itertools.chain.from_iterable(FITS.values()))
+        missing = [name for name in names if not (folder / name / "log.jsonl").is_file()]
+        if missing:
+            parser.error(f"{folder} has no log.jsonl of {', '.join(missing)}")
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            shutil.copy(folder / name / "log.jsonl", RESULTS / f"{name}.jsonl")
     curves = {}
     for name, runs in FITS.items():
         logs = [(RESULTS / f"{run}.jsonl").read_text(encoding="utf-8") for run in runs]

@@ -5,11 +5,11 @@
 No Jupyter is needed: cells are plain Python, figures are those that matplotlib holds at `show`.
 """
 
+import argparse
 import base64
 import contextlib
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,15 @@ def _picture(data: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
-    notebook = run_notebook(json.loads(path.read_text(encoding="utf-8")))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("notebook", type=Path)
+    path = parser.parse_args().notebook
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["cells"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{path} is not a notebook: {error}")
+    notebook = run_notebook(content)
     path.write_text(json.dumps(notebook, indent=1) + "\n", encoding="utf-8")
 
 

@@ -13,17 +13,26 @@ class UsageError(ValueError):
     """Flags whose values cannot be served; the message names the flag and what is allowed."""
 
 
-def num_speculative_tokens(text: str) -> int:
-    """K, or an argparse error that names the value and the range."""
+def whole_number(text: str, low: int, high: int | None = None) -> int:
+    """An integer in a range, or an argparse error that names the value and the range."""
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if not 1 <= value <= MAX_SPECULATIVE_TOKENS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not an integer from 1 to {MAX_SPECULATIVE_TOKENS}"
-        )
+        value = low - 1
+    if value < low or (high is not None and value > high):
+        limits = f"from {low} to {high}" if high is not None else f"of at least {low}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer {limits}")
     return value
+
+
+def positive(text: str) -> int:
+    """An integer above 0."""
+    return whole_number(text, 1)
+
+
+def num_speculative_tokens(text: str) -> int:
+    """K."""
+    return whole_number(text, 1, MAX_SPECULATIVE_TOKENS)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +59,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--speculative-config", metavar="JSON", help="vLLM's object, instead of the three above"
     )
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by device")
-    group.add_argument("--context-length", type=int, metavar="N", help="most tokens of a request")
+    group.add_argument(
+        "--context-length", type=positive, metavar="N", help="most tokens of a request"
+    )
     group.add_argument(
         "--allow-longer-context",
         action="store_true",

@@ -129,7 +129,7 @@ BAD_FLAGS = {
     "top_p zero": (["--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
     "top_p above": (["--top-p", "1.5"], "top_p must be above 0"),
     "temperature": (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
-    "temperature nan": (["--temperature", "nan"], "temperature must be at least 0, got nan"),
+    "temperature nan": (["--temperature", "nan"], "temperature must be a finite number, got nan"),
     "max_tokens": (["--max-tokens", "0"], "max_tokens must be an integer"),
     "bias": (["--logit-bias", "[1]"], "not a JSON object of ids and numbers"),
     "method": (["--method", "medusa"], "invalid choice: 'medusa'"),

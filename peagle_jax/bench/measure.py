@@ -25,17 +25,32 @@ class Arm:
 
 @dataclasses.dataclass
 class Measurement:
-    """What an arm gave at one concurrency, so far."""
+    """What an arm gave at one concurrency, so far.
+
+    Attributes:
+      turns: for each turn that it went through to its end, the records and the seconds up to there.
+    """
 
     arm: Arm
     concurrency: int
     warm_up_s: float = 0.0
     seconds: float = 0.0
     records: list[Record] = dataclasses.field(default_factory=list)
+    turns: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
-    def add(self, run: Run) -> None:
+    def add(self, run: Run, *, whole: bool = True) -> None:
+        """whole: False for what an interrupted turn had given."""
         self.records += run.records
         self.seconds += run.seconds
+        if whole:
+            self.turns.append((len(self.records), self.seconds))
+
+    def up_to(self, turns: int) -> "Measurement":
+        """The same after its first `turns` turns."""
+        count, seconds = self.turns[turns - 1]
+        return dataclasses.replace(
+            self, records=self.records[:count], seconds=seconds, turns=self.turns[:turns]
+        )
 
 
 class AnySession(Protocol):
@@ -44,6 +59,9 @@ class AnySession(Protocol):
     def warm_up(self, requests: Sequence[Request]) -> float: ...
 
     def run(self, requests: Sequence[Request]) -> Run: ...
+
+    @property
+    def unfinished(self) -> Run | None: ...
 
 
 MakeSession = Callable[[Arm, int], Any]
@@ -63,7 +81,8 @@ def measure(
 
     block: requests of a turn above concurrency 1; None is all. Rows run empty at the end of each,
     so a block is a whole number of batches, or long.
-    At every yield the finished arms of a turn hold the same prompts.
+    At every yield the finished arms of a turn hold the same prompts. What an interrupted or failed
+    turn had given is yielded too; then its exception is raised.
     """
     finished: list[Measurement] = []
     for rows in concurrency:
@@ -94,8 +113,24 @@ def _turns(
                 if session is None:
                     continue
                 current[arm].warm_up_s += session.warm_up(requests)
-            current[arm].add(session.run(part))
+            try:
+                run = session.run(part)
+            except BaseException:
+                if session.unfinished is not None and session.unfinished.records:
+                    current[arm].add(session.unfinished, whole=False)
+                    yield
+                raise
+            current[arm].add(run)
             # Many rows have large caches: one session at a time, where it has only one turn.
             if len(blocks) > 1:
                 sessions[arm] = session
             yield
+
+
+def same_turns(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """All arms after as many turns as each of them has gone through; none if one has not begun.
+
+    An interrupted run is cut to the same prompts of every arm so that another can go on behind it.
+    """
+    turns = min((len(one.turns) for one in measurements), default=0)
+    return [one.up_to(turns) for one in measurements] if turns else []

@@ -13,7 +13,12 @@ from peagle_jax.bench.session import Request, Session
 from peagle_jax.checkpoints.drafter_files import load_drafter
 from peagle_jax.checkpoints.hub import ModelNotFoundError
 from peagle_jax.checkpoints.load import load_target
-from peagle_jax.checkpoints.shipped_heads import is_packed_head, load_shipped_head
+from peagle_jax.checkpoints.shipped_heads import (
+    file_sha256,
+    heads_folder,
+    is_packed_head,
+    load_shipped_head,
+)
 from peagle_jax.decoding.generate import prompt_bucket
 from peagle_jax.decoding.requests import Features
 from peagle_jax.engine import Engine, cache_bucket
@@ -34,6 +39,7 @@ class Models:
     Attributes:
       path: where the target's files are; None for one that was made in memory.
       drafters: a head by the method that drafts with it.
+      heads: the folder that each was read from; none for those that were made in memory.
       engines: an engine for each of the methods.
     """
 
@@ -41,6 +47,7 @@ class Models:
     target: Target
     tokenizer: Tokenizer
     drafters: Mapping[str, Drafter]
+    heads: Mapping[str, Path]
     engines: Mapping[str, Engine]
 
 
@@ -79,9 +86,14 @@ def load_models(
                 f"{target}; give one with --drafter {method}=FOLDER, or leave the method out"
             )
     model, tokenizer = load_target(path, dtype=dtype), load_tokenizer(path)
-    drafters = {
-        method: _load_head(folder, model, method) for method, folder in folders.items() if folder
-    }
+    largest = model.config.max_positions
+    if context_length is not None and context_length > largest:
+        raise ValueError(
+            f"--context-length {context_length} is above the {largest} positions that the target "
+            "is configured for; lower it"
+        )
+    folders = {method: folder for method, folder in folders.items() if folder is not None}
+    drafters = {method: _load_head(folder, model, method) for method, folder in folders.items()}
     for part in (model, *drafters.values()):
         store_output_major(part)
     return make_models(
@@ -90,6 +102,7 @@ def load_models(
         drafters,
         methods,
         path=path,
+        heads=folders,
         context_length=context_length,
         force_method=force_method,
     )
@@ -102,6 +115,7 @@ def make_models(
     methods: Sequence[str],
     *,
     path: Path | None = None,
+    heads: Mapping[str, Path] | None = None,
     context_length: int | None = None,
     force_method: bool = False,
 ) -> Models:
@@ -120,8 +134,26 @@ def make_models(
     }
     engines.setdefault("none", Engine(target, tokenizer, None, context_length=context_length))
     return Models(
-        path=path, target=target, tokenizer=tokenizer, drafters=dict(drafters), engines=engines
+        path=path,
+        target=target,
+        tokenizer=tokenizer,
+        drafters=dict(drafters),
+        heads=dict(heads or {}),
+        engines=engines,
     )
+
+
+def head_facts(models: Models) -> dict[str, Any]:
+    """Which head each method drafts with: its folder (a shipped one's name), sha256 by file."""
+    return {
+        method: {
+            "head": folder.name if folder.parent == heads_folder() else str(folder),
+            "sha256": {
+                file.name: file_sha256(file) for file in sorted(folder.glob("*.safetensors"))
+            },
+        }
+        for method, folder in models.heads.items()
+    }
 
 
 @contextlib.contextmanager

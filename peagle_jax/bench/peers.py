@@ -43,7 +43,9 @@ def load_peer(target: Path, scratch: Path) -> Any:
     logging.disable_progress_bar()
     folder = convert_target(target, scratch / "target", dtype="float32")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # each request says what ends it
+    return model
 
 
 class PeerSession:
@@ -60,16 +62,27 @@ class PeerSession:
         """lookup_tokens: drafts per round of prompt-lookup; None is plain generation."""
         self.model, self.stop_ids, self.lookup_tokens = model, list(stop_ids), lookup_tokens
         self.clock = clock
+        self.unfinished: Run | None = None  # as in Session
 
     def warm_up(self, requests: Sequence[Request]) -> float:
         """The first request once, untimed; the seconds."""
-        return self.run(requests[:1]).seconds
+        try:
+            return self.run(requests[:1]).seconds
+        finally:
+            self.unfinished = None  # answers of a warm-up are none
 
     def run(self, requests: Sequence[Request]) -> Run:
         """Serve the requests in order. Raises PeerError for one that is not greedy."""
+        records: list[Record] = []
         started = self.clock()
-        records = tuple(self._record(request) for request in requests)
-        return Run(records=records, seconds=self.clock() - started)
+        try:
+            for request in requests:
+                records.append(self._record(request))
+        except BaseException:
+            self.unfinished = Run(records=tuple(records), seconds=self.clock() - started)
+            raise
+        self.unfinished = None
+        return Run(records=tuple(records), seconds=self.clock() - started)
 
     def _record(self, request: Request) -> Record:
         import torch
@@ -78,8 +91,9 @@ class PeerSession:
         if params.temperature:
             raise PeerError("the peers decode greedily; leave them out with a temperature")
         options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": False}
-        if params.ignore_eos:
-            options["min_new_tokens"] = params.max_tokens
+        # Not min_new_tokens: it forbids the end token, and the text is to be that of ours, which
+        # has it and goes on.
+        stop_ids = [] if params.ignore_eos else self.stop_ids
         if self.lookup_tokens is not None:
             options["prompt_lookup_num_tokens"] = self.lookup_tokens
         watch = _Watch(self.clock)
@@ -97,7 +111,7 @@ class PeerSession:
                 output = self.model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
-                    eos_token_id=self.stop_ids or None,
+                    eos_token_id=stop_ids or None,
                     pad_token_id=self.stop_ids[0] if self.stop_ids else 0,
                     streamer=watch,
                     **options,
@@ -110,7 +124,8 @@ class PeerSession:
             prompt=request.prompt,
             token_ids=tuple(output[0, len(request.prompt) :].tolist()),
             num_rounds=passes - 1,  # the first pass is the prompt's
-            acceptance=AcceptanceStats(),
+            # transformers does not tell how many drafts it made.
+            acceptance=AcceptanceStats() if self.lookup_tokens is None else None,
             first_token_s=(ended if watch.first is None else watch.first) - started,
             total_s=ended - started,
         )

@@ -3,6 +3,7 @@
 Pictures: pictures.py.
 """
 
+import contextlib
 import json
 import os
 import uuid
@@ -12,8 +13,9 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
+PICTURES = ("throughput", "acceptance", "speedup")
 HEADER = (
-    *("method", "K", "rows", "prompts", "tokens/s", "x plain", "accept length"),
+    *("method", "K", "rows", "requests", "tokens/s", "x plain", "accept length"),
     *("passes/token", "TTFT ms p50", "p99", "ms/token p50", "p99", "= plain"),
 )
 
@@ -26,7 +28,7 @@ def content(environment: Mapping[str, Any], rows: Sequence[Row], **more: Any) ->
 def cells(row: Row) -> tuple[str, ...]:
     """One line of the table; - where there is no such figure."""
     first, each = row["time_to_first_token_ms"] or {}, row["time_per_output_token_ms"] or {}
-    drafted = row["num_drafts"] > 0
+    drafted = bool(row["num_drafts"])
     return (
         row["method"],
         "-" if row["k"] is None else str(row["k"]),
@@ -51,10 +53,12 @@ def equality(row: Row) -> str:
         return "-"
     if not found["differences"]:
         return "yes"
-    counts = f"{found['num_excused']} near-ties" if found["num_excused"] else ""
-    if not found["num_unexcused"]:
-        return f"yes, {counts}"
-    return ", ".join(filter(None, (f"NO: {found['num_unexcused']} differ", counts)))
+    if found["lossless"] is None:
+        return f"{len(found['differences'])} differ, not judged"
+    excused, unexcused = found["num_excused"], found["num_unexcused"]
+    counts = [f"{unexcused} differ"] if unexcused else []
+    counts += [f"{excused} near-tie{'s' if excused > 1 else ''}"] if excused else []
+    return ("yes, " if found["lossless"] else "NO: ") + ", ".join(counts)
 
 
 def text_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -79,7 +83,8 @@ def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str
 def write_report(folder: Path, report: Mapping[str, Any], *, pictures: bool) -> list[Path]:
     """results.json and table.md in `folder`, and with `pictures` the pictures; what was written.
 
-    Each file is replaced as a whole, so that whoever interrupts finds the last complete one.
+    Pictures of an earlier report that are not drawn anew are removed. Each file is replaced as a
+    whole, so that whoever interrupts finds the last complete one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines = [cells(row) for row in report["results"]]
@@ -88,11 +93,52 @@ def write_report(folder: Path, report: Mapping[str, Any], *, pictures: bool) -> 
         "table.md": markdown_table(HEADER, lines) + "\n",
     }
     written = [_replace(folder / name, text) for name, text in texts.items()]
+    drawn: dict[str, str] = {}
     if pictures:
         from peagle_jax.bench.pictures import draw
 
-        written += [_replace(folder / f"{n}.svg", svg) for n, svg in draw(report).items()]
+        drawn = draw(report)
+    for name in PICTURES:
+        if name in drawn:
+            written.append(_replace(folder / f"{name}.svg", drawn[name]))
+        else:
+            (folder / f"{name}.svg").unlink(missing_ok=True)
     return written
+
+
+def probe(folder: Path) -> None:
+    """Make `folder` and write into it once. Raises OSError where that cannot be done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f".{uuid.uuid4().hex[:8]}.partial"
+    try:
+        file.touch()
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def check_free(folder: Path, report: Mapping[str, Any]) -> None:
+    """Raises ValueError where `folder` holds the results of a run with other settings or dtype."""
+    file = folder / "results.json"
+    if not file.exists():
+        return
+    asked = _identity(report)
+    try:
+        held = _identity(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        held = {}
+    other = sorted(name for name in asked if name not in held or asked[name] != held[name])
+    if other:
+        raise ValueError(
+            f"{folder} holds the results of another run (it differs in {', '.join(other)}); choose "
+            "another folder, or delete this one"
+        )
+
+
+def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for one run to stand in another's place, as JSON gives it back."""
+    asked = {"dtype": report["environment"]["dtype"], **report["settings"]}
+    return json.loads(json.dumps(asked))
 
 
 def _replace(path: Path, text: str) -> Path:

@@ -12,7 +12,7 @@ from peagle_jax.bench.session import Record
 from peagle_jax.decoding.stats import merge_stats
 
 PERCENTILES = (50, 90, 95, 99)
-NEAR_TIE = 5e-4  # largest gap of plain decoding's two best logits that excuses another token
+NEAR_TIE = 5e-4  # gap of plain decoding's two best logits that excuses another one, in float32
 MAX_EXCUSED_SHARE = 1 / 5000
 PLAIN = Arm("none", None)
 
@@ -32,6 +32,10 @@ def result_row(measurement: Measurement, dataset: str) -> dict[str, Any]:
     rounds = [record.num_rounds for record in records]
     later = tokens - len(records)
     known = later > 0 and None not in rounds
+    drafted = [record.acceptance for record in records]
+    acceptance = merge_stats(one for one in drafted if one is not None).as_dict()
+    if None in drafted:
+        acceptance = dict.fromkeys(acceptance)
     return {
         "method": measurement.arm.method,
         "k": measurement.arm.k,
@@ -43,7 +47,7 @@ def result_row(measurement: Measurement, dataset: str) -> dict[str, Any]:
         "warm_up_s": measurement.warm_up_s,
         "output_tokens_per_s": tokens / seconds if seconds > 0 else None,
         "requests_per_s": len(records) / seconds if seconds > 0 else None,
-        **merge_stats(record.acceptance for record in records).as_dict(),
+        **acceptance,
         "passes_per_token": sum(rounds) / later if known else None,
         "time_to_first_token_ms": _spread([1e3 * one.first_token_s for one in records]),
         "time_per_output_token_ms": _spread(
@@ -66,10 +70,21 @@ def time_per_token(record: Record) -> float | None:
     return (record.total_s - record.first_token_s) / later if later > 0 else None
 
 
-def rows(measurements: Sequence[Measurement], dataset: str, gap: Gap | None) -> list[dict]:
+def near_tie_bound(dtype: str, temperature: float) -> float | None:
+    """What excuses another token; None where no bound is known: sampling, and other dtypes."""
+    return NEAR_TIE if dtype == "float32" and not temperature else None
+
+
+def rows(
+    measurements: Sequence[Measurement],
+    dataset: str,
+    gap: Gap | None,
+    bound: float | None = NEAR_TIE,
+) -> list[dict]:
     """A row for each measurement, with its speed-up over plain and its equality with it.
 
-    gap: None where near-ties are not judged (sampling).
+    The speed-up is None where the two did not answer the same requests (an interrupted run).
+    gap, bound: as in `against_plain`.
     """
     plain = {one.concurrency: one for one in measurements if one.arm == PLAIN}
     table = []
@@ -79,18 +94,28 @@ def rows(measurements: Sequence[Measurement], dataset: str, gap: Gap | None) -> 
         row["speedup_over_plain"] = None
         if base is not None:
             rate = result_row(base, dataset)["output_tokens_per_s"]
-            row["speedup_over_plain"] = row["output_tokens_per_s"] / rate
-            row["against_plain"] = against_plain(one.records, base.records, gap)
+            if _names(one) == _names(base) and rate and row["output_tokens_per_s"]:
+                row["speedup_over_plain"] = row["output_tokens_per_s"] / rate
+            row["against_plain"] = against_plain(one.records, base.records, gap, bound)
         table.append(row)
     return table
 
 
+def _names(measurement: Measurement) -> list[str]:
+    return sorted(record.name for record in measurement.records)
+
+
 def against_plain(
-    records: Sequence[Record], plain: Sequence[Record], gap: Gap | None
+    records: Sequence[Record],
+    plain: Sequence[Record],
+    gap: Gap | None,
+    bound: float | None = NEAR_TIE,
 ) -> dict[str, Any]:
     """Where outputs leave those of plain decoding, and whether near-ties excuse it.
 
-    Each request counts once, at its first other token: what follows is another text.
+    Each request counts once, at its first other token: what follows is another text. Without `gap`
+    (not yet computed, or sampling) or `bound` (a dtype with none) differences are not judged, and
+    `lossless` is None where there are some.
     """
     expected: Mapping[str, Record] = {record.name: record for record in plain}
     compared = [record for record in records if record.name in expected]
@@ -107,14 +132,17 @@ def against_plain(
                     "gap": None if gap is None else gap([*truth.prompt, *truth.token_ids[:step]]),
                 }
             )
-    excused = [one for one in differences if one["gap"] is not None and one["gap"] < NEAR_TIE]
-    unexcused = len(differences) - len(excused)
+    judged = gap is not None and bound is not None
+    excused = sum(one["gap"] < bound for one in differences) if judged else 0
+    unexcused = len(differences) - excused if judged else 0
+    few = excused <= max(1, tokens * MAX_EXCUSED_SHARE)
     return {
         "num_requests": len(compared),
         "num_tokens": tokens,
-        "num_excused": len(excused),
+        "num_excused": excused,
         "num_unexcused": unexcused,
-        "lossless": unexcused == 0 and len(excused) <= max(1, tokens * MAX_EXCUSED_SHARE),
+        "num_not_judged": 0 if judged else len(differences),
+        "lossless": (unexcused == 0 and few) if judged or not differences else None,
         "differences": differences,
     }
 

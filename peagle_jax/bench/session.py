@@ -36,7 +36,7 @@ class Record:
     Attributes:
       prompt, token_ids: its input and output.
       num_rounds: target passes after prefill; None where a peer does not tell.
-      acceptance: what was drafted and accepted.
+      acceptance: what was drafted and accepted; None where a peer does not tell.
       first_token_s: seconds from the moment its row was filled until its first token was ready.
       total_s: the same until its last token was ready.
     """
@@ -45,7 +45,7 @@ class Record:
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
     num_rounds: int | None
-    acceptance: AcceptanceStats
+    acceptance: AcceptanceStats | None
     first_token_s: float
     total_s: float
 
@@ -62,6 +62,10 @@ class Session:
     """One compiled program of `concurrency` rows, warm and ready for requests.
 
     Holds the decoding state between runs, so a timed run neither compiles nor allocates caches.
+
+    Attributes:
+      unfinished: the answers that a run had given when it was interrupted or failed; None after
+        one that ended well.
     """
 
     def __init__(
@@ -82,26 +86,43 @@ class Session:
         self.rounds_per_step, self.clock = rounds_per_step, clock
         self.refill = min(refill, concurrency)
         self._state: Any = None
+        self.unfinished: Run | None = None
 
     def warm_up(self, requests: Sequence[Request]) -> float:
-        """Compile and run everything once, on two tokens of the first request; the seconds."""
+        """Compile and run everything once, on at most two tokens of a request; the seconds."""
         started = self.clock()
-        first = requests[0]
-        params = dataclasses.replace(first.params, max_tokens=2, min_tokens=0, ignore_eos=True)
+        # One token needs no decoding step; two may be one more than the context holds.
+        first = next((one for one in requests if one.params.max_tokens != 1), requests[0])
+        tokens = 1 if first.params.max_tokens == 1 else 2
+        params = dataclasses.replace(first.params, max_tokens=tokens, min_tokens=0, ignore_eos=True)
         short = dataclasses.replace(first, params=params)
         self._state = self.fn.init([short.prompt], [params], batch_size=self.concurrency)
-        self.run([short] * self.concurrency)
+        try:
+            self.run([short] * self.concurrency)
+        finally:
+            self.unfinished = None  # answers of a warm-up are none
         return self.clock() - started
 
     def run(self, requests: Sequence[Request]) -> Run:
-        """Serve the requests in order. The session is spent where this is interrupted."""
-        fn, state, self._state = self.fn, self._state, None
-        if state is None:
+        """Serve the requests in order. The session is spent where this is interrupted or fails;
+        `unfinished` then holds what was answered."""
+        if self._state is None:
             raise RuntimeError("the session is not warm, or was interrupted; call warm_up first")
-        waiting = collections.deque(range(len(requests)))
-        in_flight: dict[int, tuple[int, float, float]] = {}  # row -> request, filled, first token
         records: list[Record | None] = [None] * len(requests)
         started = self.clock()
+        try:
+            self._serve(requests, records)
+        except BaseException:
+            self.unfinished = _run(records, self.clock() - started)
+            raise
+        self.unfinished = None
+        return _run(records, self.clock() - started)
+
+    def _serve(self, requests: Sequence[Request], records: list[Record | None]) -> None:
+        """Put each request's record into its place as soon as it is there."""
+        fn, state, self._state = self.fn, self._state, None
+        waiting = collections.deque(range(len(requests)))
+        in_flight: dict[int, tuple[int, float, float]] = {}  # row -> request, filled, first token
         while waiting or in_flight:
             free = [row for row in range(self.concurrency) if row not in in_flight]
             rows = free[: len(waiting)]
@@ -132,9 +153,7 @@ class Session:
                 records[index] = self._record(
                     requests[index], host, row, first_s=ready - filled, total_s=ended - filled
                 )
-        seconds = self.clock() - started
         self._state = state
-        return Run(records=tuple(record for record in records if record), seconds=seconds)
 
     def _record(
         self,
@@ -158,6 +177,10 @@ class Session:
             first_token_s=first_s,
             total_s=total_s,
         )
+
+
+def _run(records: Sequence[Record | None], seconds: float) -> Run:
+    return Run(records=tuple(record for record in records if record), seconds=seconds)
 
 
 def _read(state: Any) -> tuple[np.ndarray, ...]:

@@ -6,8 +6,8 @@
 A folder holds `head.safetensors`, `config.json` (that of the raw layout, with the entry
 `packed_head`) and README.md, the model card. Every matrix is kept as int8 with one float32 scale
 for each output channel; vectors, the draft vocabulary, and the embedding rows that differ from the
-target's (the learned mask row) are kept as they are. What is loaded is a full drafter, so exports
-of it are whole.
+target's (the learned mask row) are kept as they are. `packed_head` holds the file's sha256, so that
+altered values are noticed. What is loaded is a full drafter, so exports of it are whole.
 """
 
 import hashlib
@@ -121,6 +121,7 @@ def pack_head(
     }
     with new_folder(folder, overwrite=overwrite) as staging:
         write_safetensors(staging / WEIGHTS, tensors)
+        content[KEY]["sha256"] = file_sha256(staging / WEIGHTS)
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
         (staging / CONFIG).write_text(text, encoding="utf-8")
         if card is not None:
@@ -135,8 +136,9 @@ def load_shipped_head(
 
     Its dtype is the target's. mesh: devices to lay the parameters out on.
 
-    Raises CheckpointError (a ValueError) naming file and tensor for whatever is missing, unexpected
-    or of another shape, and for another target than the head was trained for.
+    Raises CheckpointError (a ValueError) naming file and tensor for whatever is missing,
+    unexpected, of another shape or not finite, for a file that is not the one that was packed, and
+    for another target than the head was trained for.
     """
     folder = heads_folder() / str(name)
     if not is_packed_head(folder):
@@ -146,6 +148,7 @@ def load_shipped_head(
             f"{name}: no head of that name comes with this package (it has: "
             f"{', '.join(shipped_heads()) or 'none'}), and it is no folder with {WEIGHTS}"
         )
+    _check_format(folder)
     file = open_safetensors(folder / WEIGHTS)
     names = frozenset(file.tensors)
     lent = {"lm_head.weight"} | ({"embed_tokens.weight"} if "embedding_rows" in names else set())
@@ -206,6 +209,10 @@ def _unpacked(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> np.nd
         return _read(file, name, shape, np.float32)
     values = _read(file, name, shape, np.int8)
     scale = _read(file, name + SCALE, shape[:1], np.float32)
+    if not (scale > 0).all():
+        raise CheckpointError(
+            f"{file.path}: tensor {name + SCALE!r} has scales that are not above 0"
+        )
     return values.astype(np.float32) * scale[:, None]
 
 
@@ -218,7 +225,10 @@ def _read(
             f"{file.path}: tensor {name!r} is {info.dtype} {list(info.shape)}, expected "
             f"{np.dtype(dtype)} {list(shape)}"
         )
-    return file.read(name)
+    values = file.read(name)
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{file.path}: tensor {name!r} holds values that are not finite")
+    return values
 
 
 def _check_names(file: SafetensorsFile, config: DrafterConfig) -> None:
@@ -236,6 +246,24 @@ def _check_names(file: SafetensorsFile, config: DrafterConfig) -> None:
         )
 
 
+def _check_format(folder: Path) -> None:
+    """That a version of this package that is not newer wrote the head, and that it is whole."""
+    packed = read_json(folder / CONFIG).child(KEY)
+    if packed.integer("format") != FORMAT:
+        packed.fail("format", f"{FORMAT}; a newer version of this package wrote the head")
+    if packed.text("sha256") != file_sha256(folder / WEIGHTS):
+        raise CheckpointError(
+            f"{folder / WEIGHTS}: the file is not the one that was packed, its sha256 is not that "
+            f"of {CONFIG}; install the package or copy the head again"
+        )
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def _check_target(folder: Path, target: Target, kept: np.ndarray) -> None:
     vocab = target.config.vocab_size
     if kept.min() < 0 or kept.max() >= vocab or len(np.unique(kept)) != len(kept):
@@ -243,8 +271,6 @@ def _check_target(folder: Path, target: Target, kept: np.ndarray) -> None:
             f"{folder / WEIGHTS}: kept_ids must be different ids of the vocabulary 0..{vocab - 1}"
         )
     packed = read_json(folder / CONFIG).child(KEY)
-    if packed.integer("format") != FORMAT:
-        packed.fail("format", f"{FORMAT}; a newer version of this package wrote the head")
     if packed.text("target_rows_sha256") != _fingerprint(target, kept):
         raise CheckpointError(
             f"{folder}: this head was trained for {packed.text('target')}, and takes its head and "
@@ -304,7 +330,12 @@ def _embedding(file: SafetensorsFile, target: Target, config: DrafterConfig) -> 
     values = np.asarray(weight(target.embedding, target.dtype))
     if not config.own_embedding:
         return values
-    count = file.info("embedding_row_ids").shape[0]
+    shape = file.info("embedding_row_ids").shape
+    if len(shape) != 1:
+        raise CheckpointError(
+            f"{file.path}: tensor 'embedding_row_ids' is {list(shape)}, expected one dimension"
+        )
+    count = shape[0]
     ids = _read(file, "embedding_row_ids", (count,), np.int32)
     rows = _read(file, "embedding_rows", (count, config.hidden_size), np.float32)
     if count and (ids.min() < 0 or ids.max() >= len(values)):

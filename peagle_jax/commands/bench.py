@@ -1,165 +1,65 @@
 """`peagle bench`: methods x K x concurrency on a data set, in turns, with table and pictures."""
 
 import argparse
-import contextlib
 import json
-import sys
 import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from peagle_jax.cli_flags import METHODS, UsageError, num_speculative_tokens
+from peagle_jax.cli_flags import METHODS, UsageError
+from peagle_jax.commands.bench_flags import (
+    PEERS,
+    add_arguments,
+    check_count,
+    check_flags,
+    check_heads_are_used,
+    heads,
+)
+from peagle_jax.commands.progress import clear, say, show
 
-PEERS = ("transformers", "transformers-prompt-lookup")
+__all__ = ["add_arguments", "load", "run", "run_with"]
+
 WITHOUT_K = ("none", "transformers")
-MAX_CONCURRENCY = 128
 _SECONDS_BETWEEN_WRITES = 10.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("models")
-    group.add_argument("--target", default="smollm2-135m", metavar="T", help="as in generate")
-    add_head_flag(group)
-    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: by device")
-    group.add_argument("--context-length", type=int, metavar="N", help="most tokens of a request")
-    group.add_argument(
-        "--force-method", action="store_true", help="draft in a way the head was not trained for"
-    )
-    group = parser.add_argument_group("what to run")
-    group.add_argument(
-        "--dataset",
-        default="mt-bench",
-        metavar="NAME",
-        help="mt-bench, humaneval, speed-bench (with --dataset-path), or a JSONL file whose lines "
-        "have `prompt` or `turns` (default mt-bench); of a conversation the first turn is used",
-    )
-    group.add_argument("--dataset-path", metavar="FILE", help="the data set's file, your own copy")
-    group.add_argument(
-        "--num-prompts", type=_positive, metavar="N", help="so many, spread over the data set"
-    )
-    group.add_argument(
-        "--skip",
-        type=_skipped,
-        default=0,
-        metavar="N",
-        help="leave out the first N of these, to go on behind an interrupted run",
-    )
-    group.add_argument(
-        "--methods",
-        type=_methods,
-        metavar="A,B",
-        help=f"of {', '.join((*METHODS, *PEERS))}; default: all of ours that have a head",
-    )
-    group.add_argument(
-        "-k",
-        "--num-speculative-tokens",
-        type=_list_of(num_speculative_tokens),
-        default=[3, 5, 7, 11],
-        metavar="K,K",
-        help="draft tokens per round (default 3,5,7,11)",
-    )
-    group.add_argument(
-        "--concurrency",
-        type=_list_of(_concurrency),
-        default=[1],
-        metavar="N,N",
-        help=f"requests in flight, 1 to {MAX_CONCURRENCY} (default 1)",
-    )
-    group.add_argument(
-        "--repeats", type=_positive, default=1, metavar="N", help="passes over the prompts"
-    )
-    group.add_argument("--max-tokens", type=_positive, default=128, metavar="N", help="default 128")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    group.add_argument(
-        "--seed", type=int, default=0, help="prompt i is sampled with seed + i (default 0)"
-    )
-    group.add_argument(
-        "--ignore-eos", action="store_true", help="every answer has exactly --max-tokens tokens"
-    )
-    group.add_argument("--no-chat", action="store_true", help="no chat template around prompts")
-    group.add_argument(
-        "--rounds-per-step",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="rounds between two looks for finished rows (default 1)",
-    )
-    group.add_argument(
-        "--refill",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="free rows to wait for before they take the next prompts (default 1: at once). A "
-        "prefill pass runs all rows in flight, so more saves work where only acceptance matters",
-    )
-    group.add_argument(
-        "--by-length",
-        action="store_true",
-        help="run the prompts in order of their length: the rows of a batch then need as many "
-        "prefill passes as each other",
-    )
-    group.add_argument(
-        "--block",
-        type=_positive,
-        metavar="N",
-        help="with more than one in flight, take turns after every N prompts (default: all), so "
-        "that an interrupted run has the same prompts of every method",
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--json", action="store_true", help="print one JSON object to standard output, no table"
-    )
-    group.add_argument(
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        help="write results.json, table.md and pictures; kept up to date while it runs",
-    )
-
-
-def add_head_flag(group: Any) -> None:
-    """--drafter METHOD=HEAD, for commands that compare methods."""
-    group.add_argument(
-        "--drafter",
-        type=_head,
-        action="append",
-        default=[],
-        metavar="METHOD=D",
-        help="folder or name of the head of p-eagle or eagle3; may be given for each. "
-        "Default: the head that comes with this package, or the catalogue's",
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.dataset_path is not None and not Path(arguments.dataset_path).is_file():
-        raise UsageError(f"--dataset-path {arguments.dataset_path}: no such file")
+    """Everything that can be refused is refused before the models are loaded."""
+    check_flags(arguments)
     from peagle_jax.bench.datasets import DatasetError, load_prompts
+    from peagle_jax.bench.report import probe
 
+    if arguments.output is not None:
+        try:
+            probe(arguments.output)
+        except OSError as error:
+            raise UsageError(f"--output {arguments.output}: cannot be written: {error}") from None
     try:
         prompts = load_prompts(
             arguments.dataset, path=arguments.dataset_path, num_prompts=arguments.num_prompts
         )
     except DatasetError as error:
         raise UsageError(str(error)) from None
-    if arguments.skip >= len(prompts):
-        raise UsageError(f"--skip {arguments.skip}: there are only {len(prompts)} prompts")
-    return run_with(load(arguments), prompts[arguments.skip :], arguments)
+    check_count(arguments, len(prompts))
+    if arguments.methods is not None:
+        check_heads_are_used(arguments, arguments.methods)
+    return run_with(load(arguments), prompts, arguments)
 
 
 def load(arguments: argparse.Namespace) -> Any:
     """The models for the methods that were asked for, or for all that have a head."""
     from peagle_jax.bench.models import available_methods, load_models
 
-    heads = dict(arguments.drafter)
+    given = heads(arguments)
     if arguments.methods is None:
-        arguments.methods = list(available_methods(arguments.target, heads))
+        arguments.methods = list(available_methods(arguments.target, given))
         left_out = [method for method in METHODS if method not in arguments.methods]
         if left_out:
-            _say(f"left out, no head is at hand: {', '.join(left_out)} (--drafter METHOD=FOLDER)")
+            say(f"left out, no head is at hand: {', '.join(left_out)} (--drafter METHOD=FOLDER)")
     return load_models(
         arguments.target,
         arguments.methods,
-        heads,
+        given,
         dtype=arguments.dtype,
         context_length=arguments.context_length,
         force_method=arguments.force_method,
@@ -167,84 +67,104 @@ def load(arguments: argparse.Namespace) -> Any:
 
 
 def run_with(models: Any, prompts: Any, arguments: argparse.Namespace) -> int:
-    """Measure and report. An interrupt ends the measuring, not the report."""
-    from peagle_jax.bench.environment import environment
-    from peagle_jax.bench.measure import measure
-    from peagle_jax.bench.models import session_maker
+    """Measure and report. What ends the measuring early, an interrupt or an error, does not end
+    the report."""
     from peagle_jax.bench.near_ties import top_two_gap
-    from peagle_jax.bench.report import HEADER, cells, content, text_table, write_report
-    from peagle_jax.bench.results import rows
+    from peagle_jax.bench.report import write_report
+    from peagle_jax.bench.results import near_tie_bound
 
     requests = _requests(models, prompts, arguments)
     arms = _arms(arguments)
-    facts = environment() | {"dtype": models.target.dtype.name}
-    settings = _settings(arguments, requests)
-    measurements: list[Any] = []
-    complete = False
+    bound = near_tie_bound(models.target.dtype.name, arguments.temperature)
+    base = _facts(models, requests, arguments) | {"near_tie_bound": bound}
+    _check_output(arguments, base)
 
-    def report(gap: Any = None) -> dict[str, Any]:
-        table = rows(measurements, _dataset_name(arguments), gap)
-        return content(facts, table, complete=complete, settings=settings)
+    def report(measurements: Any, *, complete: bool, gap: Any = None) -> dict[str, Any]:
+        return base | _results(measurements, arms, arguments, gap, bound, complete=complete)
 
-    with contextlib.ExitStack() as stack:
-        make = stack.enter_context(
-            session_maker(
-                models,
-                requests,
-                with_peers=any(arm.method in PEERS for arm in arms),
-                rounds_per_step=arguments.rounds_per_step,
-                refill=arguments.refill,
-            )
-        )
-        turns = measure(
-            arms,
-            make,
-            requests,
-            concurrency=arguments.concurrency,
-            repeats=arguments.repeats,
-            block=arguments.block,
-        )
-        written = time.monotonic()
-        try:
-            for measurements in turns:
-                last = measurements[-1]
-                _say_turn(measurements, len(requests) * arguments.repeats, last.concurrency)
-                if arguments.output and time.monotonic() - written > _SECONDS_BETWEEN_WRITES:
-                    write_report(arguments.output, report(), pictures=False)
-                    written = time.monotonic()
-            complete = True
-        except KeyboardInterrupt:
-            _say("\ninterrupted; what was measured is kept")
-        _clear_line()
+    written = 0.0
+
+    def keep(measurements: Any) -> None:
+        nonlocal written
+        _show_turn(measurements, len(requests) * arguments.repeats)
+        if arguments.output and (
+            not written or time.monotonic() - written > _SECONDS_BETWEEN_WRITES
+        ):
+            write_report(arguments.output, report(measurements, complete=False), pictures=False)
+            written = time.monotonic()
+
+    measurements, ended = _measure(models, requests, arms, arguments, keep)
+    interrupted = isinstance(ended, KeyboardInterrupt)
     if not measurements:
-        _say("nothing was measured")
+        if ended is not None and not interrupted:
+            raise ended
+        say("interrupted; nothing was measured" if interrupted else "nothing was measured")
         return 130
-    final = report(None if arguments.temperature else top_two_gap(models.target))
+    if interrupted:
+        say("interrupted; what was measured is kept")
+    # After an error the device may not be fit for more passes.
+    judge = not arguments.temperature and (ended is None or interrupted)
+    gap = top_two_gap(models.target) if judge else None
+    final = report(measurements, complete=ended is None, gap=gap)
+    _print(final, arguments)
     if arguments.output:
         for path in write_report(arguments.output, final, pictures=True):
-            _say(f"wrote {path}")
-    if arguments.json:
-        print(json.dumps(final))
-    else:
-        print(text_table(HEADER, [cells(row) for row in final["results"]]))
-        print("Warm-up and compilation are not in these times.")
-    return 0 if complete else 130
+            say(f"wrote {path}")
+    if ended is not None and not interrupted:
+        raise ended
+    return 130 if interrupted else _status(final)
+
+
+def _measure(
+    models: Any,
+    requests: list[Any],
+    arms: list[Any],
+    arguments: argparse.Namespace,
+    keep: Callable[[Any], None],
+) -> tuple[list[Any], BaseException | None]:
+    """All that was measured, and what ended it early. keep: called with it after every turn."""
+    from peagle_jax.bench.measure import measure
+    from peagle_jax.bench.models import session_maker
+
+    measurements: list[Any] = []
+    try:
+        with session_maker(
+            models,
+            requests,
+            with_peers=any(arm.method in PEERS for arm in arms),
+            rounds_per_step=arguments.rounds_per_step,
+            refill=arguments.refill,
+        ) as make:
+            for measurements in measure(
+                arms,
+                make,
+                requests,
+                concurrency=arguments.concurrency,
+                repeats=arguments.repeats,
+                block=arguments.block,
+            ):
+                keep(measurements)
+    except (KeyboardInterrupt, Exception) as error:
+        return measurements, error
+    finally:
+        clear()
+    return measurements, None
 
 
 def _requests(models: Any, prompts: Any, arguments: argparse.Namespace) -> list[Any]:
-    """Prompts as ids with their parameters; refuses those that the context cannot hold."""
+    """Prompts as ids with their parameters; refuses those that the context cannot hold.
+
+    Names and seeds go by the place among all prompts that were chosen, and the order by length is
+    that of all of them: --skip leaves out the first of what would run without it.
+    """
     from peagle_jax.bench.session import Request
     from peagle_jax.decoding.params import SamplingParams
 
     engine = models.engines["none"]
+    unique = len({prompt.name for prompt in prompts}) == len(prompts)
     requests = []
     for index, prompt in enumerate(prompts):
         ids = tuple(engine.encode(prompt.text, chat=not arguments.no_chat))
-        if len(ids) + arguments.max_tokens > engine.context_length:
-            raise UsageError(
-                f"prompt {prompt.name} has {len(ids)} tokens; with --max-tokens "
-                f"{arguments.max_tokens} that is above the context of {engine.context_length}"
-            )
         try:
             params = SamplingParams(
                 temperature=arguments.temperature,
@@ -253,24 +173,25 @@ def _requests(models: Any, prompts: Any, arguments: argparse.Namespace) -> list[
                 ignore_eos=arguments.ignore_eos,
             )
         except ValueError as error:
-            raise UsageError(str(error)) from None
-        requests.append(Request(name=prompt.name, prompt=ids, params=params))
-    names = [request.name for request in requests]
-    if len(set(names)) < len(names):  # ids of a user's file may repeat; equality goes by name
-        requests = [
-            Request(name=f"{i}: {one.name}", prompt=one.prompt, params=one.params)
-            for i, one in enumerate(requests, start=1)
-        ]
+            raise UsageError(f"--{error}") from None
+        # Ids of a user's file may repeat; equality with plain decoding goes by name.
+        name = prompt.name if unique else f"{index + 1}: {prompt.name}"
+        requests.append(Request(name=name, prompt=ids, params=params))
     if arguments.by_length:
         requests.sort(key=lambda request: len(request.prompt))
+    requests = requests[arguments.skip :]
+    for request in requests:
+        if len(request.prompt) + arguments.max_tokens > engine.context_length:
+            raise UsageError(
+                f"prompt {request.name} has {len(request.prompt)} tokens; with --max-tokens "
+                f"{arguments.max_tokens} that is above the context of {engine.context_length}"
+            )
     return requests
 
 
 def _arms(arguments: argparse.Namespace) -> list[Any]:
     from peagle_jax.bench.measure import Arm
 
-    if arguments.temperature and any(method in PEERS for method in arguments.methods):
-        raise UsageError("--temperature: the transformers methods are measured greedily only")
     return [
         Arm(method, k)
         for method in arguments.methods
@@ -278,14 +199,36 @@ def _arms(arguments: argparse.Namespace) -> list[Any]:
     ]
 
 
-def _settings(arguments: argparse.Namespace, requests: list[Any]) -> dict[str, Any]:
+def _facts(models: Any, requests: list[Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What stands in the report beside the results."""
+    from peagle_jax.bench.environment import environment
+
+    facts = environment() | {"dtype": models.target.dtype.name}
+    peers = [method for method in arguments.methods if method in PEERS]
+    if peers:
+        facts["peers_dtype"] = "float32"
+        if facts["dtype"] != "float32":
+            say(f"{', '.join(peers)}: in float32, the others in {facts['dtype']}")
+        if max(arguments.concurrency) > 1:
+            say(f"{', '.join(peers)}: at concurrency 1 alone")
+    return {"environment": facts, "settings": _settings(arguments, requests, models)}
+
+
+def _settings(arguments: argparse.Namespace, requests: list[Any], models: Any) -> dict[str, Any]:
     """What was asked, so that the figures can be had again."""
+    from peagle_jax.bench.models import head_facts
+
     return {
         "target": arguments.target,
-        "drafters": dict(arguments.drafter),
+        "dataset": _dataset_name(arguments),
+        "drafters": heads(arguments),
+        "heads": head_facts(models),
         "methods": arguments.methods,
+        "num_speculative_tokens": arguments.num_speculative_tokens,
+        "concurrency": arguments.concurrency,
         "num_prompts": len(requests),
         "num_prompt_tokens": sum(len(one.prompt) for one in requests),
+        "prompts": [one.name for one in requests],
         "max_tokens": arguments.max_tokens,
         "temperature": arguments.temperature,
         "seed": arguments.seed,
@@ -301,76 +244,87 @@ def _settings(arguments: argparse.Namespace, requests: list[Any]) -> dict[str, A
     }
 
 
+def _check_output(arguments: argparse.Namespace, base: dict[str, Any]) -> None:
+    from peagle_jax.bench.report import check_free
+
+    if arguments.output is not None:
+        try:
+            check_free(arguments.output, base)
+        except ValueError as error:
+            raise UsageError(f"--output {error}") from None
+
+
+def _results(
+    measurements: Sequence[Any],
+    arms: Sequence[Any],
+    arguments: argparse.Namespace,
+    gap: Any,
+    bound: float | None,
+    *,
+    complete: bool,
+) -> dict[str, Any]:
+    """The rows; of an incomplete run also those over the prompts that every arm has answered."""
+    from peagle_jax.bench.measure import same_turns
+    from peagle_jax.bench.results import rows
+
+    name = _dataset_name(arguments)
+    found = {"results": rows(measurements, name, gap, bound), "complete": complete}
+    alone = max(arguments.concurrency) == 1
+    expected = [arm for arm in arms if alone or arm.method not in PEERS]
+    one_pass = len(arguments.concurrency) == arguments.repeats == 1
+    if not complete and one_pass and len(measurements) == len(expected):
+        same = same_turns(measurements)
+        if same:
+            records = same[0].records
+            found["common"] = {
+                "num_prompts": len(records),
+                "num_prompt_tokens": sum(len(one.prompt) for one in records),
+                "results": rows(same, name, gap, bound),
+            }
+    return found
+
+
+def _print(final: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """The JSON object, or the table and what one has to know to read it."""
+    from peagle_jax.bench.report import HEADER, cells, text_table
+
+    if arguments.json:
+        print(json.dumps(final))
+    else:
+        print(text_table(HEADER, [cells(row) for row in final["results"]]))
+        print("tokens/s is over the whole time, prefill included; warm-up and compilation are not.")
+    if any(row.get("against_plain", {}).get("num_not_judged") for row in final["results"]):
+        from peagle_jax.bench.results import NEAR_TIE
+
+        say(
+            "differences from plain decoding are not judged: the bound of near-ties, "
+            f"{NEAR_TIE:g}, is for whole greedy runs in float32"
+        )
+    if "common" in final:
+        count = final["common"]["num_prompts"]
+        say(
+            f"every method has the first {count} prompts: --skip {arguments.skip + count} with "
+            "another --output goes on behind them, benchmarks.heads_evidence merges the two"
+        )
+
+
+def _status(final: dict[str, Any]) -> int:
+    """1 where a way of drafting of ours gave another text than plain decoding; else 0."""
+    ours = [row for row in final["results"] if row["method"] not in PEERS]
+    if all(row.get("against_plain", {}).get("lossless") is not False for row in ours):
+        return 0
+    say("NOT LOSSLESS: outputs differ from plain decoding beyond what near-ties excuse")
+    return 1
+
+
 def _dataset_name(arguments: argparse.Namespace) -> str:
     if arguments.dataset_path is None:
         return arguments.dataset
     return f"{arguments.dataset} ({arguments.dataset_path})"
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _say_turn(measurements: list[Any], total: int, concurrency: int) -> None:
-    """One line that is overwritten, on a terminal only."""
-    if not sys.stderr.isatty():
-        return
+def _show_turn(measurements: Sequence[Any], total: int) -> None:
+    concurrency = measurements[-1].concurrency
     now = [one for one in measurements if one.concurrency == concurrency]
     done = min(len(one.records) for one in now)
-    text = f"{concurrency} in flight: {done} of {total} answers by each of {len(now)} arms"
-    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def _clear_line() -> None:
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _list_of(kind: Any) -> Any:
-    """Comma-separated values, each once, in the given order."""
-
-    def values(text: str) -> list[Any]:
-        return list(dict.fromkeys(kind(one.strip()) for one in text.split(",")))
-
-    return values
-
-
-def _methods(text: str) -> list[str]:
-    known = (*METHODS, *PEERS)
-    names = [one.strip() for one in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
-    return list(dict.fromkeys(names))
-
-
-def _head(text: str) -> tuple[str, str]:
-    method, _, head = text.partition("=")
-    if method not in ("p-eagle", "eagle3") or not head:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not METHOD=HEAD with a method of p-eagle, eagle3"
-        )
-    return method, head
-
-
-def _whole(text: str, low: int, high: int | None) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if value < low or (high is not None and value > high):
-        limits = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer {limits}")
-    return value
-
-
-def _positive(text: str) -> int:
-    return _whole(text, 1, None)
-
-
-def _skipped(text: str) -> int:
-    return _whole(text, 0, None)
-
-
-def _concurrency(text: str) -> int:
-    return _whole(text, 1, MAX_CONCURRENCY)
+    show(f"{concurrency} in flight: {done} of {total} answers by each of {len(now)} arms")

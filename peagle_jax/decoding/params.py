@@ -187,7 +187,9 @@ def _number(
     high: Number = math.inf,
     open_low: bool = False,
 ) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not ok or value < low or value > high or (open_low and value == low):
         raise ValueError(f"{name} must be {_range(low, high, open_low)}, got {value!r}")
 

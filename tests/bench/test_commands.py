@@ -1,16 +1,23 @@
 """`peagle bench` and `peagle demo` end to end on a tiny target: shapes, figures, bad usage."""
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import re
 import types
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from peagle_jax import cli
+from peagle_jax.bench.models import head_facts, load_models
 from peagle_jax.bench.session import Session
 from peagle_jax.checkpoints.embedded import EMBEDDED_MODELS
-from peagle_jax.commands import bench, demo
+from peagle_jax.checkpoints.shipped_heads import heads_folder
+from peagle_jax.cli_flags import UsageError
+from peagle_jax.commands import bench, demo, progress
 from tests.bench.tiny_models import TEXT, tiny_models
 
 
@@ -134,9 +141,9 @@ def test_the_table_is_for_people(tiny, prompts, capsys):
     flags = ["bench", "--dataset", str(prompts), "--methods", "none", "--max-tokens", "12"]
     assert cli.main([*flags, "--no-chat"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:4] == ["method", "K", "rows", "prompts"]
+    assert lines[0].split()[:4] == ["method", "K", "rows", "requests"]
     assert lines[1].split()[:4] == ["none", "-", "1", "3"] and lines[1].endswith("yes")
-    assert "compilation" in lines[2]
+    assert "prefill included" in lines[2] and "compilation" in lines[2]
 
 
 BAD = {
@@ -156,7 +163,30 @@ BAD = {
         ["--methods", "transformers", "--temperature", "1"],
         "measured greedily only",
     ),
-    "temperature": (["--temperature", "-1"], "temperature"),
+    "peers together": (
+        ["--methods", "transformers,none", "--concurrency", "2,3"],
+        "one request at a time; add 1 to --concurrency 2,3",
+    ),
+    "temperature": (["--temperature", "-1"], "--temperature must be at least 0"),
+    "infinite": (["--temperature", "inf"], "--temperature must be a finite number, got inf"),
+    "context": (["--context-length", "0"], "--context-length: '0' is not an integer of at least 1"),
+    "too many rows": (
+        ["--concurrency", "1,4"],
+        "--concurrency 4: there are only 3 prompts.*lower it, or give more prompts",
+    ),
+    "small blocks": (["--concurrency", "3", "--block", "2"], "--concurrency 3 is above --block 2"),
+    "block alone": (["--block", "2"], "--block has no effect at --concurrency 1"),
+    "rounds alone": (["--rounds-per-step", "2"], "--rounds-per-step has no effect"),
+    "refill": (["--concurrency", "3,2", "--refill", "3"], "--refill 3 is above --concurrency 2"),
+    "unused head": (["--drafter", "p-eagle=/nope"], "p-eagle is not among --methods none"),
+    "two heads": (
+        ["--drafter", "p-eagle=a", "--drafter", "p-eagle=b"],
+        "--drafter: a method was given two heads",
+    ),
+    "path of nothing": (
+        ["--dataset", "nonsense", "--dataset-path", __file__],
+        "'nonsense' is not a data set that a path can be given for",
+    ),
 }
 
 
@@ -170,6 +200,40 @@ def test_bad_usage_is_said_in_one_line(tiny, prompts, capsys, flags, message):
     error = capsys.readouterr().err
     assert status == 2 and len(error.splitlines()) == 1
     assert re.search(message, error)
+
+
+def test_peers_say_at_which_dtype_and_concurrency_they_run(capsys, monkeypatch):
+    monkeypatch.setattr("peagle_jax.bench.models.head_facts", lambda models: {})
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    arguments = parser.parse_args(["--methods", "none,transformers", "--concurrency", "1,4"])
+    target = types.SimpleNamespace(dtype=np.dtype(jnp.bfloat16))
+    facts = bench._facts(types.SimpleNamespace(target=target, heads={}), [], arguments)
+    assert facts["environment"]["peers_dtype"] == "float32"
+    assert capsys.readouterr().err.splitlines() == [
+        "transformers: in float32, the others in bfloat16",
+        "transformers: at concurrency 1 alone",
+    ]
+
+
+def test_a_longer_context_than_the_models_names_the_flag(monkeypatch, tmp_path):
+    monkeypatch.setattr("peagle_jax.bench.models.find_target", lambda name: tmp_path)
+    monkeypatch.setattr("peagle_jax.bench.models.load_tokenizer", lambda path: None)
+    target = tiny_models().target
+    monkeypatch.setattr("peagle_jax.bench.models.load_target", lambda path, **_: target)
+    with pytest.raises(ValueError, match="^--context-length 513 is above the 512 positions"):
+        load_models("some", ("none",), {}, context_length=513)
+
+
+def test_the_report_says_which_heads_drafted(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    shipped = heads_folder() / "smollm2-135m-eagle3"
+    models = dataclasses.replace(tiny_models(), heads={"p-eagle": tmp_path, "eagle3": shipped})
+    facts = head_facts(models)
+    digest = hashlib.sha256(b"weights").hexdigest()
+    assert facts["p-eagle"] == {"head": str(tmp_path), "sha256": {"model.safetensors": digest}}
+    assert facts["eagle3"]["head"] == "smollm2-135m-eagle3"
+    assert list(facts["eagle3"]["sha256"]) == ["head.safetensors"]
 
 
 def demo_arguments(*flags):
@@ -192,6 +256,22 @@ def test_the_demo_compares_and_says_that_all_is_identical(capsys):
     ]
     assert table[0][3:] == ["1.00", "-", "1.00"]
     assert out.rstrip().endswith("All outputs were identical, token by token.")
+    assert "prefill is not in it" in out
+
+
+def test_the_demo_refuses_too_long_answers_before_it_compiles(capsys):
+    with pytest.raises(UsageError, match="^--max-tokens 9000: .* above the context of 512"):
+        demo.run_with(tiny_models(), demo_arguments("--prompt", TEXT, "--max-tokens", "9000"))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_is_for_terminals(capsys, monkeypatch):
+    progress.show("Compiling")
+    progress.clear()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    progress.show("Compiling")
+    assert capsys.readouterr().err == "\r\x1b[KCompiling"
 
 
 def test_the_demo_names_an_output_that_differs(capsys):
@@ -199,12 +279,15 @@ def test_the_demo_names_an_output_that_differs(capsys):
         return types.SimpleNamespace(token_ids=ids, prompt_token_ids=(9,))
 
     answers = {"none": [answer((1, 2, 3))], "p-eagle": [answer((1, 5, 3))]}
-    assert demo._compare(answers, lambda ids: 0.25 if ids == [9, 1] else 0.0) == 1
+    assert demo._compare(answers, lambda ids: 0.25 if ids == [9, 1] else 0.0, 5e-4) == 1
     out = capsys.readouterr().out
     assert "p-eagle, prompt 1: token 2 differs" in out and "DEFECT" in out
     assert "identical" not in out
-    assert demo._compare(answers, lambda ids: 1e-5) == 0
+    assert demo._compare(answers, lambda ids: 1e-5, 5e-4) == 0
     assert "near-tie" in capsys.readouterr().out
+    assert demo._compare(answers, lambda ids: 0.25, None) == 0  # bfloat16: no bound is known
+    out = capsys.readouterr().out
+    assert "is for float32" in out and "DEFECT" not in out
 
 
 def test_the_demo_without_heads_says_so_and_shows_what_it_can(capsys, monkeypatch, tmp_path):

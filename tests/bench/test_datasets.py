@@ -24,11 +24,13 @@ def test_prompts_and_first_turns(tmp_path):
         "",
         {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
         {"turns": [{"role": "user", "content": "a message"}]},
+        {"turns": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "mine"}]},
     )
     assert load_prompts(str(file)) == [
         DatasetPrompt(name="T/1", text="one\u2028line"),
         DatasetPrompt(name="81", text="first", category="writing"),
         DatasetPrompt(name="4", text="a message"),
+        DatasetPrompt(name="5", text="mine"),
     ]
 
 
@@ -38,6 +40,11 @@ BAD = {
     "no key": ('{"text": "x"}', "line 2: expected `prompt`.*found keys text"),
     "no turns": ('{"turns": []}', "line 2.*placeholder"),
     "blank": ('{"prompt": " "}', "line 2"),
+    "no user": ('{"turns": [{"role": "assistant", "content": "x"}]}', "line 2.*of the user"),
+    "system alone": ('{"prompt": {"role": "system", "content": "x"}}', "line 2.*of the user"),
+    "half a pair": ('{"prompt": "a\\ud800"}', "line 2: the prompt or its name is not valid text"),
+    "half a name": ('{"prompt": "a", "id": "\\ud800"}', "line 2: the prompt or its name"),
+    "deep": ("[" * 100_000, "line 2: not JSON"),
 }
 
 
@@ -57,9 +64,14 @@ def test_bad_files_are_named(tmp_path):
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(DatasetError, match="cannot be read as UTF-8"):
         load_prompts(str(tmp_path / "bytes.jsonl"))
-    (tmp_path / "not.jsonl.gz").write_bytes(b"plain")
-    with pytest.raises(DatasetError, match="cannot be read"):
-        load_prompts(str(tmp_path / "not.jsonl.gz"))
+    packed = gzip.compress(json.dumps({"prompt": "x" * 9999}).encode())
+    broken = packed[:12] + b"\xff\xff\xff" + packed[15:]
+    for content in (b"plain", packed[:-9], broken):
+        (tmp_path / "not.jsonl.gz").write_bytes(content)
+        with pytest.raises(DatasetError, match="not.jsonl.gz: cannot be read"):
+            load_prompts(str(tmp_path / "not.jsonl.gz"))
+    with pytest.raises(DatasetError, match="'other' is not a data set that a path can be given"):
+        load_prompts("other", path=tmp_path / "bytes.jsonl")
 
 
 def test_even_distances():

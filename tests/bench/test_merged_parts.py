@@ -1,8 +1,13 @@
-"""Parts of a run, merged, give the figures of the whole run."""
+"""Parts of a run, merged, give the figures of the whole run; what does not belong is refused."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks.heads_evidence import join, merge, same_prompts
+from benchmarks import heads_curve
+from benchmarks.heads_evidence import join, main, merge, same_prompts
+from examples import run_notebook
 from peagle_jax.bench.measure import Arm, Measurement
 from peagle_jax.bench.report import content
 from peagle_jax.bench.results import rows
@@ -39,10 +44,11 @@ def report(indices, arms=(PLAIN, DRAFTED)):
         one.records = [record(i, drafted=arm.k is not None) for i in indices]
         found.append(one)
     table = rows(found, "some", lambda ids: 1e-6)
-    facts = {"dtype": "float32", "cores": 2, "revision": "r"}
+    facts = {"dtype": "float32", "cores": 2, "revision": "r", "platform": "cpu", "processor": "p"}
     settings = {
         "num_prompts": len(indices), "num_prompt_tokens": 2 * len(indices), "skipped": indices[0],
-        "max_tokens": 9, "temperature": 0.0, "seed": 0,
+        "max_tokens": 9, "temperature": 0.0, "seed": 0, "target": "t", "chat_template": True,
+        "prompts": [str(i) for i in indices], "methods": [arm.method for arm in arms],
     }  # fmt: skip
     return content(facts, table, complete=True, settings=settings)
 
@@ -63,17 +69,137 @@ def test_two_parts_are_the_whole():
             assert left == pytest.approx(list(right))
     assert merged["results"][1]["against_plain"]["num_excused"] == 1
     assert [one["skipped"] for one in merged["parts"]] == [0, 2]
+    for name in ("num_prompts", "num_prompt_tokens", "skipped", "prompts"):
+        assert merged["settings"][name] == whole["settings"][name]
+    assert merged["complete"] and same_prompts([merged, whole])
 
 
-def test_other_arms_or_dtypes_are_refused():
-    one, other = report(range(2)), report(range(2, 4))
-    other["environment"]["dtype"] = "bfloat16"
-    with pytest.raises(ValueError, match="differ in dtype"):
-        merge([one, other])
+def edited(part, place, **values):
+    part[place] |= values
+    return part
+
+
+OTHERS = {
+    "dtype": ("environment", {"dtype": "bfloat16"}),
+    "cores": ("environment", {"cores": 64}),
+    "platform": ("environment", {"platform": "gpu"}),
+    "processor": ("environment", {"processor": "other"}),
+    "max_tokens": ("settings", {"max_tokens": 256}),
+    "temperature": ("settings", {"temperature": 1.0}),
+    "target": ("settings", {"target": "other"}),
+    "chat_template": ("settings", {"chat_template": False}),
+}
+
+
+@pytest.mark.parametrize(("place", "values"), OTHERS.values(), ids=OTHERS)
+def test_parts_that_differ_are_refused(place, values):
+    (name,) = values
+    with pytest.raises(ValueError, match=f"differ in {name}"):
+        merge([report(range(2)), edited(report(range(2, 4)), place, **values)])
+    with pytest.raises(ValueError, match=f"differ in {name}"):
+        join([report(range(2)), edited(report(range(2), (PLAIN,)), place, **values)])
+
+
+def test_other_arms_are_not_merged_and_other_data_sets_not_joined():
     other = report(range(2, 4))
     other["results"].pop()
     with pytest.raises(ValueError, match="different methods"):
-        merge([one, other])
+        merge([report(range(2)), other])
+    other = report(range(2), (PLAIN, Arm("eagle3", 3)))
+    for row in other["results"]:
+        row["dataset"] = "another"
+    with pytest.raises(ValueError, match="differ in dataset"):
+        join([report(range(2)), other])
+    parts = [report(range(2)), report(range(2), (PLAIN, Arm("p-eagle", 3)))]
+    for number, part in enumerate(parts):
+        part["settings"]["heads"] = {"p-eagle": {"sha256": number}}
+    with pytest.raises(ValueError, match="different heads of p-eagle"):
+        join(parts)
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_no_prompt_counts_twice(names):
+    parts = [report(range(4)), report(range(2, 6))]
+    if not names:
+        for part in parts:
+            del part["settings"]["prompts"]
+    with pytest.raises(ValueError, match="share"):
+        merge(parts)
+
+
+def test_what_one_part_does_not_know_is_not_known():
+    parts = [report(range(2)), report(range(2, 4))]
+    parts[1]["results"][1] |= {
+        "passes_per_token": None,
+        "num_drafts": None,
+        "num_draft_tokens": None,
+    }
+    row = merge(parts)["results"][1]
+    for name in ("passes_per_token", "num_drafts", "acceptance_length", "acceptance_rate"):
+        assert row[name] is None, name
+
+
+def test_an_interrupted_part_counts_as_far_as_all_methods_went():
+    part, rest = report(range(5)), report(range(2, 6))
+    del part["results"][1]  # the second method had answered fewer
+    common = report(range(2))
+    part |= {
+        "complete": False,
+        "common": {"num_prompts": 2, "num_prompt_tokens": 4, "results": common["results"]},
+    }
+    whole = report(range(6))
+    merged = merge([rest, part])
+    assert merged["complete"] and merged["settings"]["prompts"] == whole["settings"]["prompts"]
+    assert [row["num_requests"] for row in merged["results"]] == [6, 6]
+    assert not merge([part, report(range(3, 6))])["complete"]  # nobody has prompt 2
+    # One of before: no common part is told, so the counts have to be equal.
+    old = report(range(2)) | {"complete": False}
+    del old["settings"]["prompts"]
+    assert merge([old, rest])["complete"]
+    old["results"][1]["num_requests"] = 1
+    with pytest.raises(ValueError, match="other prompts of each method"):
+        merge([old, rest])
+
+
+def test_reports_of_before_are_read(tmp_path, capsys):
+    folder = Path(__file__).parents[2] / "benchmarks" / "results" / "smollm2_mt_bench"
+    found = json.loads((folder / "results.json").read_text())
+    halves = [json.loads(json.dumps(found)) for _ in range(2)]
+    for number, half in enumerate(halves):
+        half["settings"] |= {"skipped": 80 * number}
+        half["results"] = [row for row in half["results"] if number or row["method"] != "eagle3"]
+        for row in half["results"]:
+            row["against_plain"].pop("num_not_judged", None)
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "results.json").write_text(json.dumps(half))
+    halves[1]["results"].pop()
+    assert merge(halves)["settings"]["num_prompts"] == 160
+    halves[1]["settings"]["skipped"] = 0
+    halves[1]["results"] = found["results"][::2]
+    assert [row["method"] for row in join(halves)["results"]] == ["none", "p-eagle", "eagle3"]
+
+
+USAGE = {
+    "nothing": ((), "arguments are required"),
+    "output alone": (("out",), "arguments are required: parts"),
+    "one part": (("out", "a"), "at least two parts"),
+    "no folder": (("out", "a", "none"), "none has no results of `peagle bench`"),
+    "other file": (("out", "a", "b"), "b has no results of `peagle bench`"),
+    "output is a part": (("a", "a", "a"), "a is a part, and would be lost"),
+    "the same twice": (("out", "a", "c"), "p-eagle at K = 2 is in two parts"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), USAGE.values(), ids=USAGE)
+def test_bad_usage_is_said_in_one_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    for name, held in {"a": report(range(2)), "b": [1], "c": report(range(2))}.items():
+        Path(name).mkdir()
+        Path(name, "results.json").write_text(json.dumps(held))
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert not Path("out").exists()
 
 
 def test_other_arms_over_the_same_prompts_stand_side_by_side():
@@ -87,3 +213,14 @@ def test_other_arms_over_the_same_prompts_stand_side_by_side():
     parts[1]["results"][0]["outputs_sha256"] = "other"
     with pytest.raises(ValueError, match="plain decoding gave other texts"):
         join(parts)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [(heads_curve, "has no log.jsonl of p-eagle-1"), (run_notebook, "is not a notebook")],
+)
+def test_other_scripts_name_a_wrong_path(monkeypatch, capsys, module, message):
+    monkeypatch.setattr("sys.argv", ["script", "/none"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2 and message in capsys.readouterr().err

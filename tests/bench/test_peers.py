@@ -67,6 +67,21 @@ def test_the_same_tokens_and_the_same_counts(models):
     assert [record.num_rounds for record in runs["transformers"].records] == [TOKENS - 1] * 2
     lookup = [record.num_rounds for record in runs["transformers-prompt-lookup"].records]
     assert all(1 <= rounds <= TOKENS - 1 for rounds in lookup)
+    lookup = runs["transformers-prompt-lookup"].records
+    assert {record.acceptance for record in lookup} == {None}
+
+
+def test_an_ignored_end_is_written_and_gone_beyond(models):
+    """Whatever token comes second, called the end."""
+    with session_maker(models, requests(), with_peers=True) as make:
+        session = make(Arm("transformers", None), 1)
+        whole = session.run(requests()[:1]).records[0].token_ids
+        session.stop_ids = [whole[1]]
+        assert session.run(requests()[:1]).records[0].token_ids == whole
+        params = SamplingParams(max_tokens=TOKENS)
+        ending = [Request(name="0", prompt=requests()[0].prompt, params=params)]
+        ended = session.run(ending).records[0].token_ids
+        assert ended == whole[: whole.index(whole[1]) + 1]
 
 
 def test_a_sampled_request_is_refused():

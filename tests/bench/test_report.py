@@ -1,5 +1,6 @@
 """Figures by hand, equality with plain decoding, and the report's files."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -15,11 +16,18 @@ from peagle_jax.bench.report import (
     HEADER,
     cells,
     content,
+    equality,
     markdown_table,
     text_table,
     write_report,
 )
-from peagle_jax.bench.results import against_plain, first_difference, result_row, rows
+from peagle_jax.bench.results import (
+    against_plain,
+    first_difference,
+    near_tie_bound,
+    result_row,
+    rows,
+)
 from peagle_jax.bench.session import Record
 from peagle_jax.decoding.stats import AcceptanceStats
 from tests.chain_target import chain_target
@@ -105,8 +113,34 @@ def test_only_near_ties_excuse_another_token_and_few_of_them():
     assert not twice["lossless"]  # two in a few hundred tokens
     far = against_plain([record("0", changed)], plain, lambda ids: 1e-3)
     assert not far["lossless"] and far["num_unexcused"] == 1
-    unknown = against_plain([record("0", changed)], plain, None)
-    assert not unknown["lossless"]
+    for cell, found in (
+        ("yes", same),
+        ("yes, 1 near-tie", against_plain([record("0", changed)], plain, gap)),
+        ("NO: 2 near-ties", twice),
+        ("NO: 1 differ", far),
+    ):
+        assert equality({"against_plain": found}) == cell
+    # Not yet computed, or no bound is known (bfloat16): nothing is called a defect.
+    for unknown in (
+        against_plain([record("0", changed)], plain, None),
+        against_plain([record("0", changed)], plain, lambda ids: 1.0, None),
+    ):
+        assert unknown["lossless"] is None and unknown["num_unexcused"] == 0
+        assert unknown["num_not_judged"] == 1
+        assert equality({"against_plain": unknown}) == "1 differ, not judged"
+
+
+def test_near_ties_have_a_bound_in_greedy_float32_alone():
+    assert near_tie_bound("float32", 0.0) == 5e-4
+    assert near_tie_bound("bfloat16", 0.0) is None and near_tie_bound("float32", 1.0) is None
+
+
+def test_what_a_peer_does_not_tell_is_not_known():
+    one = dataclasses.replace(record(rounds=4), acceptance=None)
+    row = result_row(measured("transformers-prompt-lookup", 3, records=[one]), "mine")
+    for name in ("acceptance_length", "num_drafts", "acceptance_rate"):
+        assert row[name] is None
+    assert row["passes_per_token"] == pytest.approx(4 / 6) and cells(row)[6] == "-"
 
 
 def table():

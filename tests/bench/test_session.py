@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from peagle_jax.bench.measure import Arm, measure
+from peagle_jax.bench.measure import Arm, measure, same_turns
 from peagle_jax.bench.results import PLAIN, result_row
 from peagle_jax.bench.session import Request, Run, Session
 from peagle_jax.decoding.params import SamplingParams
@@ -179,6 +179,7 @@ def test_an_interrupted_session_serves_nothing_more():
     step, fn.compiled.step = fn.compiled.step, interrupted
     with pytest.raises(KeyboardInterrupt):
         session.run(requests)
+    assert session.unfinished == Run(records=(), seconds=1.0)
     fn.compiled.step = step
     with pytest.raises(RuntimeError, match="call warm_up first"):
         session.run(requests)
@@ -186,11 +187,55 @@ def test_an_interrupted_session_serves_nothing_more():
     assert len(session.run(requests).records) == 1
 
 
+def test_an_interrupted_turn_hands_over_what_was_answered():
+    fn = FakeFn(2)
+    session = Session(fn, 2, chunk=16, clock=fn.clock)
+    requests = [request(0, (1,), 2), request(1, (1,), 9), request(2, (1,), 3)]
+    step, steps = fn.compiled.step, []
+
+    def some(*args):
+        steps.append(1)
+        if len(steps) > 4:  # the warm-up's one, and three
+            raise KeyboardInterrupt
+        return step(*args)
+
+    fn.compiled.step = some
+    turns = measure([PLAIN], lambda *_: session, requests, concurrency=[2])
+    found = next(turns)
+    with pytest.raises(KeyboardInterrupt):
+        next(turns)
+    assert [one.name for one in found[0].records] == ["0", "2"] and found[0].seconds == 8.0
+    assert found[0].turns == [] and same_turns(found) == []
+
+
+def test_arms_are_cut_to_the_turns_that_all_went_through():
+    def make(arm, rows):
+        return Session(fn := FakeFn(rows), rows, chunk=16, clock=fn.clock)
+
+    arms = [Arm("none", None), Arm("p-eagle", 3)]
+    requests = [request(i, (1,), 3) for i in range(5)]
+    turns = measure(arms, make, requests, concurrency=[2], block=2)
+    assert same_turns(next(turns)[:1])[0].records  # the first arm alone
+    found = [next(turns) for _ in range(2)][-1]
+    assert [len(one.records) for one in found] == [2, 4]
+    cut = same_turns(found)
+    assert [[r.name for r in one.records] for one in cut] == [["0", "1"]] * 2
+    assert cut[1].seconds == cut[0].seconds == found[0].seconds < found[1].seconds
+
+
+def test_a_single_token_needs_no_second_one_to_warm_up():
+    fn = FakeFn(1)
+    fn.compiled.step = None
+    session = Session(fn, 1, chunk=16, clock=fn.clock)
+    session.warm_up([request(0, (1,), 1)])
+    assert [len(one.token_ids) for one in session.run([request(0, (1,), 1)]).records] == [1]
+
+
 class Script:
     """A session that notes who ran what."""
 
     def __init__(self, log, name):
-        self.log, self.name = log, name
+        self.log, self.name, self.unfinished = log, name, None
 
     def warm_up(self, requests):
         self.log.append(f"warm {self.name}")

@@ -19,6 +19,7 @@ from peagle_jax.checkpoints.shipped_heads import (
     CONFIG,
     KEY,
     WEIGHTS,
+    file_sha256,
     find_shipped_head,
     is_packed_head,
     load_shipped_head,
@@ -201,10 +202,14 @@ def packed(tmp_path):
 
 
 def rewrite(folder, change):
+    """Another file with a checksum of its own: a head that was packed wrong."""
     file = open_safetensors(folder / WEIGHTS)
     tensors = {name: file.read(name) for name in file.tensors}
     change(tensors)
     write_safetensors(folder / WEIGHTS, tensors)
+    content = json.loads((folder / CONFIG).read_text())
+    content[KEY]["sha256"] = file_sha256(folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(content))
 
 
 DAMAGED = {
@@ -223,6 +228,26 @@ DAMAGED = {
         lambda t: t.update(embedding_row_ids=np.array([99], np.int32)),
         "embedding_row_ids has an id outside",
     ),
+    "scalar row": (
+        lambda t: t.update(embedding_row_ids=np.array(3, np.int32)),
+        "embedding_row_ids.*expected one dimension",
+    ),
+    "rows": (
+        lambda t: t.update(embedding_rows=t["embedding_rows"][:, :15]),
+        "embedding_rows.*expected float32",
+    ),
+    "row not finite": (
+        lambda t: t.update(embedding_rows=t["embedding_rows"] * np.float32(np.nan)),
+        "embedding_rows.*not finite",
+    ),
+    "scale": (
+        lambda t: t.update({"fc.weight.scale": t["fc.weight.scale"] * np.float32(np.nan)}),
+        "fc.weight.scale.*not finite",
+    ),
+    "scale of 0": (
+        lambda t: t.update({"fc.weight.scale": t["fc.weight.scale"] * 0}),
+        "fc.weight.scale.*not above 0",
+    ),
 }
 
 
@@ -232,6 +257,22 @@ def test_damaged_files_are_named(packed, change, message):
     rewrite(folder, change)
     with pytest.raises(CheckpointError, match=message):
         load_shipped_head(folder, target)
+
+
+def test_one_altered_byte_is_noticed(packed):
+    target, folder = packed
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (folder / WEIGHTS).write_bytes(content)
+    with pytest.raises(CheckpointError, match="not the one that was packed.*install the package"):
+        load_shipped_head(folder, target)
+
+
+@pytest.mark.parametrize("name", shipped_heads.shipped_heads())
+def test_the_shipped_heads_are_those_that_were_packed(name):
+    folder = shipped_heads.heads_folder() / name
+    packed = json.loads((folder / CONFIG).read_text())[KEY]
+    assert packed["sha256"] == file_sha256(folder / WEIGHTS)
 
 
 def test_a_newer_format_is_refused(packed):
