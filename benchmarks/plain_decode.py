@@ -45,6 +45,7 @@ from peagle_jax.checkpoints.load import load_target
 from peagle_jax.decoding.generate import make_generate_fn
 from peagle_jax.decoding.params import SamplingParams
 from peagle_jax.models.cache import init_cache
+from peagle_jax.models.products import store_output_major
 from peagle_jax.models.target import Target
 
 THREADS = 2
@@ -135,6 +136,7 @@ def main() -> None:
     tokens = arguments.tokens
     source = resolve_model("smollm2-135m")
     target = load_target(source, dtype=jnp.float32)
+    store_output_major(target)  # as `peagle_jax.load` does
     with tempfile.TemporaryDirectory() as folder:
         plain = convert_target(source, pathlib.Path(folder) / "smollm2", dtype="float32")
         runs = {}
