@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from peagle_jax.decoding.drafting import Method
 from peagle_jax.decoding.methods import make_method
@@ -130,8 +130,19 @@ class GenerateFn:
         order[list(rows)] = np.arange(len(prompts))
         chosen = np.zeros(batch, bool)
         chosen[list(rows)] = True
-        requests = jax.tree.map(lambda column: column[order], requests)
-        return self.compiled.admit(state, requests, tokens[order], chosen)
+        return self.compiled.admit(state, requests, tokens, order, chosen)
+
+    def admitted(
+        self,
+        state: DecodeState,
+        requests: Requests,
+        tokens: Int[Array, "B S"],
+        order: Int[Array, "B"],
+        rows: Bool[Array, "B"],
+    ) -> DecodeState:
+        """The state with request `order[row]` in each of `rows`. Pure; `order` must lie inside."""
+        requests, tokens = jax.tree.map(lambda column: column[order], (requests, tokens))
+        return self._placed(admit(state, requests, tokens, rows, features=self.features))
 
     def empty_state(
         self, requests: Requests, tokens: Int[Array | np.ndarray, "B S"]
@@ -217,14 +228,13 @@ class GenerateFn:
     def compiled(self) -> "Compiled":
         """The functions jitted once, the state donated: a state passed in is gone."""
         on_mesh = functools.partial(_on_mesh, self.mesh)
-        admit_rows = functools.partial(admit, features=self.features)
         return Compiled(
             empty=on_mesh(jax.jit(self.empty_state, out_shardings=self._home())),
             prefill=on_mesh(
                 jax.jit(self.prefill, static_argnames="chunk", donate_argnames="state")
             ),
             step=on_mesh(jax.jit(self.step, donate_argnames="state")),
-            admit=on_mesh(jax.jit(lambda *args: self._placed(admit_rows(*args)), donate_argnums=0)),
+            admit=on_mesh(jax.jit(self.admitted, donate_argnums=0)),
         )
 
     def _home(self) -> jax.sharding.Sharding | None:
@@ -266,7 +276,7 @@ class GenerateFn:
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """`empty(requests, tokens)`, `prefill(params, state, chunk=)`, `step(params, state, n)`,
-    `admit(state, requests, tokens, rows)`; with a mesh it is set while they run."""
+    `admit(state, requests, tokens, order, rows)`; with a mesh it is set while they run."""
 
     empty: Callable[..., DecodeState]
     prefill: Callable[..., DecodeState]
