@@ -28,6 +28,7 @@ from train.data.pipeline import (
 )
 from train.data.prepared import PreparedData, open_prepared
 from train.feed import check_batch, on_devices, on_mesh, reading, target_states
+from train.identity import target_fingerprint
 from train.loop import Run
 from train.objective import make_objective
 from train.optimizer import learning_rate, make_optimizer
@@ -62,6 +63,7 @@ class Assembled:
     state: TrainState
     config: DrafterConfig
     mesh: Mesh | None
+    target_fingerprint: str
 
 
 def assemble(recipe: Recipe, target: Target | None = None) -> Assembled:
@@ -77,6 +79,7 @@ def assemble(recipe: Recipe, target: Target | None = None) -> Assembled:
     part, parts = reading(mesh)
     check_batch(recipe.train.global_batch, recipe.train.accumulation, parts, mesh)
     target = _target(recipe, mesh) if target is None else target
+    fingerprint = target_fingerprint(target)
     source, validation = open_data(recipe)
     config, params = start(recipe, target, source)
     trained = Trained(embedding=recipe.train.embedding, head=recipe.train.head)
@@ -110,7 +113,7 @@ def assemble(recipe: Recipe, target: Target | None = None) -> Assembled:
         log_every=recipe.output.log_every,
     )
     state = init_state(learned, optimizer, jax.random.key(recipe.train.seed), mesh)
-    return Assembled(run=run, state=state, config=config, mesh=mesh)
+    return Assembled(run=run, state=state, config=config, mesh=mesh, target_fingerprint=fingerprint)
 
 
 def start(recipe: Recipe, target: Target, source: SampleSource) -> tuple[DrafterConfig, Params]:

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     distributed.join(args)
     from train.assemble import assemble
     from train.checkpoint import Checkpoints
+    from train.export import write_draft_ids
     from train.loop import run_loop
     from train.progress import Log, draw_curves
     from train.recipe import load_recipe, resolved
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
             state, record = checkpoints.restore(state, made.run.recipe, mesh=made.mesh)
             best, position = record.best, record.data
         if distributed.is_first():
-            write_provenance(folder, resolved(recipe), made.config, resumed=step)
+            write_provenance(folder, resolved(recipe), made, resumed=step)
+            write_draft_ids(folder, made.run.frozen["d2t"])
         with Log(
             folder,
             total_steps=made.run.total_steps,
@@ -67,23 +69,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_provenance(folder: Path, recipe: dict[str, Any], config: Any, *, resumed: Any) -> None:
-    """Recipe, drafter config, command line, revision and versions, beside the checkpoints."""
+def write_provenance(folder: Path, recipe: dict[str, Any], made: Any, *, resumed: Any) -> None:
+    """Recipe, drafter config, data, command line, revision, versions: beside the checkpoints."""
     import dataclasses
 
     folder.mkdir(parents=True, exist_ok=True)
     packages = ("peagle-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
     content = {
         "recipe": recipe,
-        "drafter": dataclasses.asdict(config),
+        "drafter": dataclasses.asdict(made.config),
+        "target_fingerprint": made.target_fingerprint,
         "argv": sys.argv,
+        "working_folder": str(Path.cwd()),
         "resumed_from_step": resumed,
         "git_revision": _revision(),
         "versions": {name: _version(name) for name in packages} | {"python": sys.version},
     }
     text = json.dumps(content, indent=1) + "\n"
     name = "run.json" if resumed is None else f"run-from-{resumed}.json"
-    (folder / name).write_text(text, encoding="utf-8")
+    part = folder / f".{name}.part"
+    part.write_text(text, encoding="utf-8")
+    part.replace(folder / name)
 
 
 def _version(name: str) -> str | None:
