@@ -37,6 +37,15 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     return taps
 
 
+def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Raise ValueError for taps that a target of this depth does not have, or out of order."""
+    if list(taps) != sorted(set(taps)) or not all(0 <= t < num_layers for t in taps):
+        raise ValueError(
+            f"drafter.taps (capture: --taps) {list(taps)} must be different layers in ascending "
+            f"order out of 0..{num_layers - 1} (convention T)."
+        )
+
+
 def drafter_config(
     target: TargetConfig,
     part: DrafterPart,
@@ -52,11 +61,7 @@ def drafter_config(
         ValueError: taps that the target does not have, or that are not different and ascending.
     """
     taps = default_taps(target.num_layers) if part.taps is None else part.taps
-    if list(taps) != sorted(set(taps)) or not all(0 <= t < target.num_layers for t in taps):
-        raise ValueError(
-            f"drafter.taps {list(taps)} must be different layers in ascending order out of "
-            f"0..{target.num_layers - 1} (convention T)."
-        )
+    check_taps(taps, target.num_layers)
     first = target.layers[0]
     widest = max(target.layers, key=lambda layer: layer.window is None)
     layer = LayerConfig(

@@ -3,12 +3,16 @@
 import argparse
 import importlib.metadata
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from train import distributed
+
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a run that a signal stopped: 0 means that nothing is left to train."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +57,12 @@ def run(args: argparse.Namespace) -> int:
             best, position = record.best, record.data
         if distributed.is_first():
             write_provenance(folder, resolved(recipe), made, resumed=step)
+            for name, (count, rows) in made.too_long.items():
+                if count:
+                    print(
+                        f"{name}: {count} of {rows} rows longer than data.sequence_length left out",
+                        file=sys.stderr,
+                    )
             write_draft_ids(folder, made.run.frozen["d2t"])
         with Log(
             folder,
@@ -66,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         draw_curves(folder)
     if done.interrupted:
         print(f"{folder}: stopped at step {int(done.state.step)}, saved", file=sys.stderr)
+        return STOPPED
     return 0
 
 
@@ -79,6 +90,9 @@ def write_provenance(folder: Path, recipe: dict[str, Any], made: Any, *, resumed
         "recipe": recipe,
         "drafter": dataclasses.asdict(made.config),
         "target_fingerprint": made.target_fingerprint,
+        "rows_longer_than_sequence": {
+            name: {"left_out": count, "rows": rows} for name, (count, rows) in made.too_long.items()
+        },
         "argv": sys.argv,
         "working_folder": str(Path.cwd()),
         "resumed_from_step": resumed,
