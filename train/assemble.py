@@ -28,12 +28,13 @@ from train.data.pipeline import (
 )
 from train.data.prepared import PreparedData, open_prepared
 from train.feed import check_batch, on_devices, on_mesh, reading, target_states
+from train.identity import target_fingerprint
 from train.loop import Run
 from train.objective import make_objective
 from train.optimizer import learning_rate, make_optimizer
 from train.parameters import Params, Trained, kept_ids, parameters_of, split
 from train.progress import describe
-from train.recipe import Recipe, resolved
+from train.recipe import DrafterPart, Recipe, resolved
 from train.rows import target_head
 from train.sampling import CodConfig, count_table
 from train.spread import batch_shards
@@ -56,12 +57,18 @@ from train.warm_start import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assembled:
-    """A run and the state before its first step. config: the drafter's."""
+    """A run and the state before its first step.
+
+    config: the drafter's. too_long: of the training and the validation rows, how many are longer
+    than a sequence and left out, and how many there are.
+    """
 
     run: Run
     state: TrainState
     config: DrafterConfig
     mesh: Mesh | None
+    target_fingerprint: str
+    too_long: dict[str, tuple[int, int]]
 
 
 def assemble(recipe: Recipe, target: Target | None = None) -> Assembled:
@@ -77,8 +84,13 @@ def assemble(recipe: Recipe, target: Target | None = None) -> Assembled:
     part, parts = reading(mesh)
     check_batch(recipe.train.global_batch, recipe.train.accumulation, parts, mesh)
     target = _target(recipe, mesh) if target is None else target
+    fingerprint = target_fingerprint(target)
     source, validation = open_data(recipe)
     config, params = start(recipe, target, source)
+    check_source(source, target, config, fingerprint)
+    if validation is not None:
+        _check_validation(source, validation)
+        check_source(validation, target, config, fingerprint)
     trained = Trained(embedding=recipe.train.embedding, head=recipe.train.head)
     learned, frozen = split(config, params, trained, dtype)
     if mesh is not None:
@@ -86,6 +98,13 @@ def assemble(recipe: Recipe, target: Target | None = None) -> Assembled:
     head = target_head(target, kept_ids(config, frozen), residual=_residual(source))
     head = on_mesh(head, mesh)
     training = batches(source, pipeline_config(recipe, mesh))
+    too_long = {"training": (len(training.packing.too_long), len(source))}
+    if validation is not None:
+        try:
+            packing = _validation(recipe, validation, mesh).packing
+        except ValueError as error:
+            raise ValueError(f"validation: {error}") from None
+        too_long["validation"] = (len(packing.too_long), len(validation))
     total = recipe.train.steps or training.num_batches
     optimizer = make_optimizer(recipe.optimizer, total)
     step, validate, describe_sums = _programs(recipe, config, dtype, mesh, optimizer)
@@ -110,7 +129,14 @@ def assemble(recipe: Recipe, target: Target | None = None) -> Assembled:
         log_every=recipe.output.log_every,
     )
     state = init_state(learned, optimizer, jax.random.key(recipe.train.seed), mesh)
-    return Assembled(run=run, state=state, config=config, mesh=mesh)
+    return Assembled(
+        run=run,
+        state=state,
+        config=config,
+        mesh=mesh,
+        target_fingerprint=fingerprint,
+        too_long=too_long,
+    )
 
 
 def start(recipe: Recipe, target: Target, source: SampleSource) -> tuple[DrafterConfig, Params]:
@@ -130,7 +156,7 @@ def start(recipe: Recipe, target: Target, source: SampleSource) -> tuple[Drafter
         config = drafter_config(target.config, part, mask_token_id=mask, num_depths=depths)
         kept = None
         if part.draft_vocab_size not in (None, target.config.vocab_size):
-            kept = _draft_vocabulary(source, part.draft_vocab_size, part.vocabulary)
+            kept = _draft_vocabulary(source, part, target.config.vocab_size)
         params = start_parameters(
             config,
             target,
@@ -138,12 +164,39 @@ def start(recipe: Recipe, target: Target, source: SampleSource) -> tuple[Drafter
             kept=kept,
             from_target_layers=part.start == "target-layers",
         )
-    inner = _inner(source)
-    if isinstance(inner, PreparedData) and config.mask_token_id is not None:
-        inner.check_mask_token(config.mask_token_id)
-    if isinstance(inner, HiddenStore):
-        _check_store(inner, config)
     return config, params
+
+
+def check_source(
+    source: SampleSource, target: Target, config: DrafterConfig, fingerprint: str
+) -> None:
+    """Raise ValueError where rows are not those of the target, or hold the mask token."""
+    inner, vocab_size = _inner(source), target.config.vocab_size
+    if isinstance(inner, PreparedData):
+        inner.check_vocabulary(vocab_size)
+        if config.mask_token_id is not None:
+            inner.check_mask_token(config.mask_token_id)
+    if isinstance(inner, HiddenStore):
+        _check_store(inner, config, fingerprint)
+        inner.check_tokens(vocab_size, config.mask_token_id)
+
+
+def _check_validation(source: SampleSource, validation: SampleSource) -> None:
+    """Raise ValueError where validation rows cannot go through what the training rows do."""
+    inner, other = _inner(source), _inner(validation)
+    stores = [isinstance(part, HiddenStore) for part in (inner, other)]
+    if stores[0] != stores[1]:
+        kinds = ["a store of hidden states" if store else "prepared rows" for store in stores]
+        raise ValueError(
+            f"data.validation is {kinds[1]}, data.path {kinds[0]}; give the same kind."
+        )
+    if isinstance(inner, HiddenStore) and isinstance(other, HiddenStore):
+        mine, its = ((i.dtype, i.last_hidden) for i in (inner.info, other.info))
+        if mine != its:
+            raise ValueError(
+                f"data.validation holds {its[0]}, {its[1]} states, data.path {mine[0]}, {mine[1]} "
+                "ones; capture both alike."
+            )
 
 
 def open_data(recipe: Recipe) -> tuple[SampleSource, SampleSource | None]:
@@ -162,13 +215,20 @@ def open_data(recipe: Recipe) -> tuple[SampleSource, SampleSource | None]:
 def _open(path: str, key: str) -> SampleSource:
     folder = Path(path)
     if (folder / "manifest.json").is_file():
-        return open_prepared(folder)
+        return _verified(folder)
     if not any(folder.glob("*.safetensors")):
         raise ValueError(
             f"{key} is {path}: neither prepared rows (manifest.json) nor a store of hidden states "
             "(*.safetensors) is there."
         )
     return open_store(folder)
+
+
+def _verified(folder: str | Path) -> PreparedData:
+    """A prepared data set whose files are what was written."""
+    data = open_prepared(folder)
+    data.verify()
+    return data
 
 
 def _inner(source: SampleSource) -> SampleSource:
@@ -180,13 +240,18 @@ def _residual(source: SampleSource) -> bool:
     return isinstance(inner, HiddenStore) and inner.info.last_hidden == "residual"
 
 
-def _check_store(store: HiddenStore, config: DrafterConfig) -> None:
+def _check_store(store: HiddenStore, config: DrafterConfig, fingerprint: str) -> None:
     info = store.info
     if info.tap_layers != config.taps or info.hidden_size != config.target_hidden_size:
         raise ValueError(
             f"{store.folder}: holds taps {list(info.tap_layers)} of width {info.hidden_size}, the "
             f"drafter reads {list(config.taps)} of width {config.target_hidden_size}; set "
             "drafter.taps, or capture again."
+        )
+    if info.fingerprint not in (None, fingerprint):
+        raise ValueError(
+            f"{store.folder}: states of the target {info.target} ({info.fingerprint}), the "
+            f"recipe's target is {fingerprint}; capture again, or name that target."
         )
 
 
@@ -210,10 +275,11 @@ def _mask_token(recipe: Recipe, target: Target) -> int:
     )
 
 
-def _draft_vocabulary(source: SampleSource, size: int, path: str | None) -> np.ndarray:
-    inner = _inner(source) if path is None else open_prepared(path)
+def _draft_vocabulary(source: SampleSource, part: DrafterPart, vocab_size: int) -> np.ndarray:
+    inner = _inner(source) if part.vocabulary is None else _verified(part.vocabulary)
     if isinstance(inner, PreparedData):
-        return inner.draft_vocabulary(size).target_ids
+        inner.check_vocabulary(vocab_size)
+        return inner.draft_vocabulary(part.draft_vocab_size).target_ids
     raise ValueError(
         "drafter.draft_vocab_size needs the token counts of a prepared data set; a store of hidden "
         "states has none. Name the prepared rows that it was captured from in drafter.vocabulary, "

@@ -12,7 +12,9 @@ from train.data.hidden_store import HiddenStore, HiddenWriter, StoreInfo, open_s
 from train.data.pack import Sample, lay_out
 from train.data.prepared import PreparedData
 from train.feed import target_states
+from train.identity import target_fingerprint
 from train.rows import TargetHead, target_head
+from train.warm_start import check_taps
 
 _SMALLEST = 64  # tokens that padded lengths are multiples of, at least
 
@@ -30,15 +32,18 @@ def capture(
     process_index: int = 0,
     process_count: int = 1,
     progress: Callable[[int, int], None] | None = None,
-) -> HiddenStore:
+) -> HiddenStore | None:
     """Store taps, normed last hidden states and greedy tokens of rows not in `folder` yet.
 
     Rows run in batches of similar length; each process takes every process_count-th row. A capture
-    that was killed goes on where its last shard ended.
+    that was killed goes on where its last shard ended. None where no process has stored any yet.
 
     Raises:
-        ValueError: the folder holds states of another target, taps or dtype.
+        ValueError: the folder holds states of other rows, another target, taps or dtype; the rows
+            are of another vocabulary than the target's; or the target has no such taps.
     """
+    data.check_vocabulary(target.config.vocab_size)
+    check_taps(taps, target.config.num_layers)
     info = StoreInfo(
         target=name,
         tap_layers=taps,
@@ -46,6 +51,9 @@ def capture(
         dtype=dtype,
         last_hidden="normed",
         target_tokens=True,
+        fingerprint=target_fingerprint(target),
+        vocab_size=target.config.vocab_size,
+        rows=data.rows_digest,
     )
     run, head = target_states(target, taps), target_head(target)
     greedy = functools.partial(jax.jit(TargetHead.greedy_tokens), head)
@@ -73,7 +81,8 @@ def capture(
             done += len(rows)
             if progress is not None:
                 progress(done, len(own))
-    return open_store(folder)
+    # A process may have no row of its own, and be the first to end.
+    return open_store(folder) if any(Path(folder).glob("*.safetensors")) else None
 
 
 def _name(row: int) -> str:

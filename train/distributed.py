@@ -31,8 +31,10 @@ def join(args: argparse.Namespace) -> None:
     """Join the other processes, before any device is touched.
 
     Raises:
-        ValueError: a coordinator without count and index.
+        ValueError: a coordinator without count and index, or these without a coordinator.
     """
+    if args.coordinator is None and (args.process_count, args.process_index) != (None, None):
+        raise ValueError("--process-count and --process-index need --coordinator.")
     if args.coordinator is not None:
         if args.process_count is None or args.process_index is None:
             raise ValueError("--coordinator needs --process-count and --process-index.")

@@ -16,6 +16,7 @@ from peagle_jax.decoding.stats import AcceptanceStats, merge_stats, request_stat
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.target import Target
 from train.data.pack import Sample
+from train.data.pipeline import SampleSource
 
 _SLOTS = 64  # cache lengths are rounded up to this
 
@@ -51,6 +52,20 @@ def prompt_of(sample: Sample) -> list[int]:
     return [int(token) for token in sample.tokens[: supervised[0]]]
 
 
+def prompts_of(data: SampleSource, count: int) -> tuple[list[list[int]], list[str]]:
+    """The prompts of the first `count` rows that have one, and what the rows passed over lack."""
+    prompts: list[list[int]] = []
+    skipped = []
+    for row in range(len(data)):
+        if len(prompts) == count:
+            break
+        try:
+            prompts.append(prompt_of(data[row]))
+        except ValueError as error:
+            skipped.append(f"row {row}: {error}")
+    return prompts, skipped
+
+
 def evaluate(
     target: Target,
     drafter: Drafter,
@@ -69,14 +84,21 @@ def evaluate(
     """
     if not prompts:
         raise ValueError("no prompts to evaluate on.")
-    most = max(len(prompt) for prompt in prompts) + (params.max_tokens or 256)
+    longest, context = max(map(len, prompts)), target.config.max_positions
+    most = longest + (params.max_tokens or 256)
+    if most > context:
+        raise ValueError(
+            f"a prompt of {longest} tokens and an answer of {most - longest} (--max-tokens) do "
+            f"not fit the target's context of {context}; lower --max-tokens to at most "
+            f"{context - longest}."
+        )
     done = []
     for count in num_speculative_tokens:
         generate = make_generate_fn(
             target,
             drafter,
             method,
-            cache_length=-(-(most + count + 1) // _SLOTS) * _SLOTS,
+            cache_length=min(-(-(most + count + 1) // _SLOTS) * _SLOTS, context),
             num_speculative_tokens=count,
             eos_token_ids=eos_token_ids,
         )

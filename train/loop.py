@@ -18,7 +18,7 @@ from train.feed import StatesFn, feed
 from train.parameters import Params
 from train.progress import Log
 from train.rows import TargetHead
-from train.step import StepMetrics, TrainState
+from train.step import StepMetrics, TrainState, all_finite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,9 @@ def run_loop(
     best: highest validation acceptance length so far. resumed_data: position to go on from.
 
     Raises:
-        ValueError: data exhausted before the last step, or a loss that is not finite; nothing is
-            saved then.
+        ValueError: data exhausted before the last step, or a loss or a parameter that is not
+            finite; nothing is saved then. A validation that fails is raised as it is, once the
+            state is saved.
     """
     if resumed_data is not None:
         run.batches.restore(resumed_data)
@@ -102,13 +103,23 @@ def run_loop(
             if done % run.log_every == 0 or done == run.total_steps:
                 waiting = (done, metrics)
             stopped = any_process(signal.received)
-            better = False
-            if run.validate is not None and (_due(run.validate_every, done) or _last(run, done)):
-                waiting = _report(run, log, waiting)
-                best, better = _validate(run, log, state, done, best)
-            if better or stopped or _due(run.save_every, done) or _last(run, done):
+            last, better = done == run.total_steps, False
+            validating = run.validate is not None and (last or _due(run.validate_every, done))
+            saving = stopped or last or _due(run.save_every, done)
+            if validating or saving:
                 waiting = _report(run, log, waiting)
                 _check_finite(done, metrics)
+                _check_state(done, state)
+            if validating:
+                try:
+                    best, better = _validate(run, log, state, done, best)
+                except Exception:
+                    # The steps are sound; what cannot be validated must not cost them.
+                    record = Record(recipe=run.recipe, data=position, best=best)
+                    checkpoints.save(state, record)
+                    checkpoints.wait()
+                    raise
+            if better or saving:
                 record = Record(recipe=run.recipe, data=position, best=best)
                 checkpoints.save(state, record, best=better)
         _report(run, log, waiting)
@@ -118,10 +129,6 @@ def run_loop(
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _last(run: Run, step: int) -> bool:
-    return step == run.total_steps
 
 
 def _report(run: Run, log: Log, waiting: tuple[int, StepMetrics] | None) -> None:
@@ -145,6 +152,15 @@ def _check_finite(step: int, metrics: StepMetrics) -> None:
         )
 
 
+def _check_state(step: int, state: TrainState) -> None:
+    # A finite loss does not say that the update behind it was.
+    if not bool(all_finite(state)):
+        raise ValueError(
+            f"step {step}: parameters or moments are not finite; stopped without saving. Lower "
+            "the learning rate, or raise optimizer.epsilon."
+        )
+
+
 def _validate(
     run: Run, log: Log, state: TrainState, step: int, best: float | None
 ) -> tuple[float | None, bool]:
@@ -154,6 +170,11 @@ def _validate(
         sums = run.validate(state.learned, run.frozen, run.head, batch)
         total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
     values = run.describe(jax.device_get(total))
+    if not np.isfinite(values["loss"]):
+        raise ValueError(
+            f"step {step}: the validation's loss is {values['loss']}; look for hidden states of "
+            "the validation rows that are not finite."
+        )
     log.write(step, values, kind="validation")
     length = values["estimated_acceptance_length"]
     better = best is None or length > best

@@ -39,9 +39,14 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least 0 and below 1.")
-        for name in ("learning_rate", "clip", "weight_decay", "epsilon", "final_ratio"):
+        for name in ("clip", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; a number from 0 on is needed.")
+        for name in ("learning_rate", "epsilon"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; a number above 0 is needed.")
+        if not 0 <= self.final_ratio <= 1:
+            raise ValueError(f"final_ratio is {self.final_ratio}; from 0 to 1.")
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:

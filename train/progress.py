@@ -119,7 +119,8 @@ class Log:
         }
         record = {"step": step, "kind": kind, **values, **spent}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            # A bare NaN is no JSON: what is not finite must have stopped the run before.
+            file.write(json.dumps(record, allow_nan=False) + "\n")
         if self._board is not None:
             for name, value in values.items():
                 parts = enumerate(value) if isinstance(value, list) else [("", value)]

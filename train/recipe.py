@@ -5,6 +5,7 @@ An unknown key, a value of another type, or one outside its range is an error th
 """
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -153,6 +154,14 @@ class Recipe:
                 raise ValueError(f"{name} is {value}; at least {least}.")
         if (self.train.steps is None) == (self.train.epochs is None):
             raise ValueError("train: give either steps or epochs.")
+        if self.train.seed > MAX_SEED:
+            raise ValueError(f"train.seed is {self.train.seed}; at most {MAX_SEED}.")
+        if self.data.validation is not None and self.data.validation_rows:
+            raise ValueError("data: give either validation or validation_rows.")
+        for key in ("ratio", "min_ratio", "decay"):
+            value = getattr(self.objective, key)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"objective.{key} is {value}; a number from 0 on is needed.")
         if (self.drafter.start == "head") != (self.drafter.path is not None):
             raise ValueError('drafter: path belongs to start = "head", and it needs one.')
         if self.objective.kind == "p-eagle":
@@ -168,6 +177,9 @@ class Recipe:
         if self.drafter.taps == ():
             raise ValueError("drafter.taps is empty; name at least one layer.")
 
+
+MAX_SEED = 2**32 - 1
+"""What every generator of random numbers here takes."""
 
 # Smallest value of each whole number.
 _LEAST = {

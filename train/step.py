@@ -166,6 +166,14 @@ def make_validation(
     return jax.jit(run)
 
 
+@jax.jit
+def all_finite(state: TrainState) -> Array:
+    """Whether every parameter and moment is finite, Bool []."""
+    arrays = [x for x in jax.tree.leaves((state.learned, state.moments))]
+    floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
+
+
 def batch_rows(micro: Mapping[str, Array]) -> TrainingRows:
     """The training rows of one micro-batch [B, S]."""
     names = ("tokens", "taps", "last_hidden", "loss_mask", "document_ids")

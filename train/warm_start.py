@@ -37,6 +37,15 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     return taps
 
 
+def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Raise ValueError for taps that a target of this depth does not have, or out of order."""
+    if list(taps) != sorted(set(taps)) or not all(0 <= t < num_layers for t in taps):
+        raise ValueError(
+            f"drafter.taps (capture: --taps) {list(taps)} must be different layers in ascending "
+            f"order out of 0..{num_layers - 1} (convention T)."
+        )
+
+
 def drafter_config(
     target: TargetConfig,
     part: DrafterPart,
@@ -52,11 +61,7 @@ def drafter_config(
         ValueError: taps that the target does not have, or that are not different and ascending.
     """
     taps = default_taps(target.num_layers) if part.taps is None else part.taps
-    if list(taps) != sorted(set(taps)) or not all(0 <= t < target.num_layers for t in taps):
-        raise ValueError(
-            f"drafter.taps {list(taps)} must be different layers in ascending order out of "
-            f"0..{target.num_layers - 1} (convention T)."
-        )
+    check_taps(taps, target.num_layers)
     first = target.layers[0]
     widest = max(target.layers, key=lambda layer: layer.window is None)
     layer = LayerConfig(
@@ -114,13 +119,14 @@ def start_parameters(
     """First parameters, float32, of a new drafter.
 
     kept: target ids of the draft vocabulary, ascending; None is all. Raises ValueError where their
-    number is not the config's.
+    number is not the config's, or one is not in the target's vocabulary; and for more layers
+    than the target has to take them from.
     """
-    if (config.draft_vocab_size != target.config.vocab_size) and kept is None:
-        raise ValueError("a draft vocabulary smaller than the target's needs its ids.")
-    ids = np.arange(config.draft_vocab_size) if kept is None else np.asarray(kept)
-    if len(ids) != config.draft_vocab_size:
-        raise ValueError(f"{len(ids)} draft ids for a vocabulary of {config.draft_vocab_size}.")
+    if from_target_layers and config.num_layers > target.config.num_layers:
+        raise ValueError(
+            f"drafter.num_layers is {config.num_layers}, the target has "
+            f"{target.config.num_layers} layers to start from."
+        )
     shapes = {name: (value.shape, value.dtype) for name, value in _shapes(config).items()}
     params: Params = {}
     for index, (name, (shape, _)) in enumerate(sorted(shapes.items())):
@@ -133,16 +139,44 @@ def start_parameters(
             scale = 1.0 if last == "mask_hidden" else _SMALL
             noise = jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
             params[name] = noise * jnp.float32(scale)
-    embedding = weight(target.embedding, jnp.float32)
-    tied = target.config.tied_embeddings
-    head = embedding.T if tied else weight(target.head, jnp.float32)
-    params["embedding"] = embedding
-    params["head"] = head[:, ids]
+    params |= target_tables(config, target, kept)
     params["norm"] = weight(target.norm, jnp.float32)
-    params["d2t"] = jnp.asarray(ids - np.arange(len(ids)), jnp.int32)
     if from_target_layers:
         params |= _from_target(config, target, params)
     return params
+
+
+def target_tables(
+    config: DrafterConfig, target: Target, kept: Sequence[int] | np.ndarray | None = None
+) -> Params:
+    """Embedding, head and d2t of a new drafter, float32: what training may leave as it is.
+
+    Raises ValueError as `start_parameters` does for `kept`.
+    """
+    if (config.draft_vocab_size != target.config.vocab_size) and kept is None:
+        raise ValueError("a draft vocabulary smaller than the target's needs its ids.")
+    ids = np.arange(config.draft_vocab_size) if kept is None else np.asarray(kept)
+    if len(ids) != config.draft_vocab_size:
+        raise ValueError(f"{len(ids)} draft ids for a vocabulary of {config.draft_vocab_size}.")
+    # jnp would clamp an id that is not there to the last one.
+    if len(ids) and not (0 <= ids.min() and ids.max() < target.config.vocab_size):
+        raise ValueError(
+            f"draft ids from {ids.min()} to {ids.max()} for a target with a vocabulary of "
+            f"{target.config.vocab_size}; choose them from data prepared for this target."
+        )
+    embedding = weight(target.embedding, jnp.float32)
+    head = embedding.T if target.config.tied_embeddings else weight(target.head, jnp.float32)
+    d2t = jnp.asarray(ids - np.arange(len(ids)), jnp.int32)
+    return {"embedding": embedding, "head": head[:, ids], "d2t": d2t}
+
+
+def parameter_shapes(config: DrafterConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape of every parameter of a drafter by name, d2t included, as float32 and int32."""
+    found = {
+        name: jax.ShapeDtypeStruct(value.shape, jnp.float32)
+        for name, value in _shapes(config).items()
+    }
+    return {**found, "d2t": jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32)}
 
 
 def _shapes(config: DrafterConfig) -> Mapping[str, Any]:

@@ -68,7 +68,10 @@ def make_answers(folder: Path) -> None:
     """The target's answers to each file of prompts, appended batch by batch."""
     (folder / "answers").mkdir(exist_ok=True)
     for name, options in PARTS.items():
-        sources = [] if name == "magpie" else [str(folder / "prompts" / f"{name}.jsonl")]
+        prompts = folder / "prompts" / f"{name}.jsonl"
+        if name != "magpie" and not prompts.stat().st_size:
+            continue  # all of them are answered already
+        sources = [] if name == "magpie" else [str(prompts)]
         output = str(folder / "answers" / f"{name}.jsonl")
         options = [*options, "--drafter", "none", "--batch-size", str(BATCH)]
         call("regenerate", *sources, "--target", TARGET, "--output", output, *options)

@@ -154,12 +154,17 @@ def new_folder(folder: PathLike, *, overwrite: bool) -> Iterator[Path]:
     """A folder to fill that takes its name when the block ends without an error, else vanishes.
 
     Raises CheckpointError where the name is taken by a file, or by a folder that is not empty and
-    `overwrite` is False.
+    `overwrite` is False, or that holds anything but a drafter.
     """
     final = Path(folder)
     taken = final.exists() and (not final.is_dir() or any(final.iterdir()))
     if taken and not (overwrite and final.is_dir()):
         raise CheckpointError(f"{final}: exists already; choose another folder or overwrite it")
+    if taken and (foreign := _no_head(final)):
+        raise CheckpointError(
+            f"{final}: {foreign}, so this is not overwritten; only a folder with a drafter alone "
+            "is. Choose another folder"
+        )
     final.parent.mkdir(parents=True, exist_ok=True)
     part = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
     part.mkdir()
@@ -174,3 +179,19 @@ def new_folder(folder: PathLike, *, overwrite: bool) -> Iterator[Path]:
             os.replace(part, final)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _no_head(folder: Path) -> str | None:
+    """Why a folder is not one that this package writes for a drafter; None where it is."""
+    for path in sorted(folder.iterdir()):
+        known = path.name in ("config.json", "README.md") or path.suffix == ".safetensors"
+        if not known or not path.is_file():
+            return f"holds {path.name}"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = None
+    # Every drafter's config.json says it, no target's does.
+    if not isinstance(config, dict) or "draft_vocab_size" not in config:
+        return "its config.json is not a drafter's"
+    return None

@@ -319,6 +319,31 @@ def test_nothing_appears_unless_all_is_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
+FOREIGN = {
+    "a document": {"thesis.tex": "x"},
+    "a head and a document": {"config.json": '{"draft_vocab_size": 8}', "notes.txt": "x"},
+    "a head in a subfolder": {"head/config.json": '{"draft_vocab_size": 8}'},
+    "a target": {"config.json": '{"vocab_size": 8}', "model.safetensors": "x"},
+    "a run": {"run.json": "{}", "checkpoints/last/3/x": "x"},
+    "weights alone": {"model.safetensors": "x"},
+    "no JSON": {"config.json": "{", "model.safetensors": "x"},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_folder_of_anything_but_a_head_is_never_overwritten(tmp_path, name):
+    folder = tmp_path / "out"
+    for path, text in FOREIGN[name].items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    drafter = numpy_drafter(small_drafter(num_speculative_tokens=4))
+    with pytest.raises(CheckpointError, match=r"out: .* not overwritten"):
+        save_drafter(drafter, folder, overwrite=True)
+    for path, text in FOREIGN[name].items():
+        assert (folder / path).read_text() == text
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_what_no_layout_can_say_is_refused(tmp_path):
     config = small_drafter(windows=(4, 5))
     with pytest.raises(ValueError, match="one window for all sliding layers"):

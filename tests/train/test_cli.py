@@ -63,7 +63,25 @@ def test_failures_are_one_message_and_exit_code_1(target, capsys, arguments, mes
     assert error.startswith("peagle-train prepare: error: ") and message in error
 
 
+def test_processes_without_a_coordinator_are_refused(capsys):
+    for flag in ("--process-count", "--process-index"):
+        assert main(["fit", "recipe.toml", flag, "1"]) == 1
+        assert "need --coordinator" in capsys.readouterr().err
+
+
+def test_a_source_that_is_missing_is_named_before_the_target(tmp_path, capsys):
+    given = ["prepare", str(tmp_path / "no.jsonl"), "--target", "nowhere", "--output", "o"]
+    assert main(given) == 1
+    assert "no.jsonl: no such file or folder; expected a .jsonl" in capsys.readouterr().err
+
+
+PREPARE = ["prepare", "rows.jsonl", "--target", "t", "--output", "o"]
 WRONG = [
+    [*PREPARE, "--vocab-size", "0"],
+    [*PREPARE, "--max-bad-rows", "-1"],
+    [*PREPARE, "--draft-vocab-size", "0"],
+    [*PREPARE, "--max-length", "-3"],
+    [*PREPARE, "--mask-token-id", "-1"],
     [],
     ["frobnicate"],
     ["prepare"],

@@ -184,10 +184,37 @@ def test_a_recipe_that_cannot_be_is_one_line_naming_file_and_key(spoiled, capsys
     change = change.format(base=spoiled)
     arguments = ["fit", str(spoiled / "recipe.toml"), "--set", change, "--set"]
     assert main([*arguments, f"output.folder={spoiled}/refused"]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("peagle-train fit: error: ") and error.count("\n") == 1
+    *notes, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("peagle-train fit: error: ")
+    assert all("rows longer than" in note for note in notes)
     assert message in error
     assert "recipe.toml" in error or "safetensors" in error
+
+
+def test_a_fit_that_a_signal_stops_is_not_done_and_counts_rows_left_out(
+    spoiled, tmp_path, capsys, monkeypatch
+):
+    changes = [
+        f"output.folder={tmp_path}/run",
+        f"data.path={spoiled}/rows",
+        "data.validation_rows=0",
+        "data.sequence_length=80",
+        "train.global_batch=1",
+    ]
+    fit = ["fit", str(spoiled / "recipe.toml")]
+    for change in changes:
+        fit += ["--set", change]
+    longest = sorted(open_prepared(spoiled / "rows").lengths)
+    assert longest[-2] <= 80 < longest[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr("train.loop.any_process", lambda flag: True)
+        assert main(fit) == 128 + 15
+    error = capsys.readouterr().err
+    assert "stopped at step 1, saved" in error
+    assert "training: 1 of 6 rows longer than data.sequence_length left out" in error
+    content = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert content["rows_longer_than_sequence"] == {"training": {"left_out": 1, "rows": 6}}
+    assert main([*fit, "--resume", "--set", "train.steps=4"]) == 0
 
 
 def check_log(run):

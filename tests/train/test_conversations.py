@@ -85,6 +85,19 @@ def test_E12_sharegpt_keys_are_mapped(tmp_path):
         ({"input_ids": [1, -2], "loss_mask": [1, 1]}, "bad token ids"),
         ({"input_ids": [1, 2.5], "loss_mask": [1, 1]}, "bad token ids"),
         ({"ids": [1, 2], "prompt_tokens": 3}, "bad loss mask"),
+        ({"input_ids": "", "loss_mask": ""}, "bad token ids"),
+        ({"input_ids": [1, 2], "loss_mask": "01"}, "bad loss mask"),
+        (b'{"input_ids": [' + b"1" * 5000 + b'], "loss_mask": [1]}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "not Unicode text"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"\\udc00": 1}]}',
+            "not Unicode text",
+        ),
+        (GOOD | {"tools": {"name": "f"}}, "bad tools"),
+        (GOOD | {"tools": "oops"}, "bad tools"),
+        (GOOD | {"tools": '{"name": "f"}'}, "bad tools"),
+        (GOOD | {"finish_reasons": ["length"]}, "bad finish reasons"),
     ],
 )
 def test_E12_defects_are_named_by_file_line_and_reason(tmp_path, row, reason):
@@ -124,6 +137,22 @@ def test_token_rows(tmp_path, row):
     assert result.loss_mask.tolist() == [False, False, True]
 
 
+def test_tools_may_be_json_text_and_empty_ones_are_none(tmp_path):
+    for tools, found in (
+        ('[{"name": "f"}]', ({"name": "f"},)),
+        ("", None),
+        ("[]", None),
+        ([], None),
+    ):
+        assert read_one(tmp_path, GOOD | {"tools": tools}).tools == found
+
+
+def test_answers_cut_by_a_length_limit_are_known(tmp_path):
+    talk = [{"role": r, "content": "x"} for r in ("user", "assistant", "user", "assistant")]
+    row = read_one(tmp_path, {"messages": talk, "finish_reasons": ["stop", "length"]})
+    assert row.cut == {3}
+
+
 def test_a_json_file_holds_a_list(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([GOOD, {}]))
@@ -131,6 +160,9 @@ def test_a_json_file_holds_a_list(tmp_path):
     assert isinstance(row, Conversation) and bad.place.line == 2
     path.write_text("{}")
     with pytest.raises(ValueError, match="expected a list of rows"):
+        list(read_rows([path]))
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="rows.json: not JSON"):
         list(read_rows([path]))
 
 
@@ -184,6 +216,17 @@ def test_real_data_set_folders_give_their_rows(tmp_path, kind):
     # A table fills absent keys in with nulls; they are absent here.
     assert user == {"role": "user", "content": "hi"}
     assert answer["content"] == "yo" and answer["reasoning_content"] == "hm"
+
+
+@pytest.mark.parametrize("damage", [slice(0), slice(60), slice(4, None)])
+def test_a_damaged_table_is_named(tmp_path, damage):
+    datasets = pytest.importorskip("datasets")
+    for number in (0, 1):
+        datasets.Dataset.from_list([GOOD]).to_parquet(tmp_path / f"part-{number}.parquet")
+    path = tmp_path / "part-1.parquet"
+    path.write_bytes(path.read_bytes()[damage])
+    with pytest.raises(ValueError, match="part-1.parquet: cannot be read as parquet: "):
+        list(read_rows([tmp_path]))
 
 
 def test_data_set_folder_without_datasets_says_what_to_install(tmp_path, monkeypatch):

@@ -177,6 +177,40 @@ def test_a_loss_that_is_not_finite_stops_without_saving_E18(made, folder, tmp_pa
         assert checkpoints.latest() is None
 
 
+def test_a_state_that_is_not_finite_is_never_saved_E18(made, folder, tmp_path):
+    def step(state, *rest):
+        state, metrics = made.run.step(state, *rest)
+        learned = dict(state.learned)
+        name = sorted(learned)[0]
+        learned[name] = learned[name].at[(0,) * learned[name].ndim].set(np.inf)
+        return state._replace(learned=learned), metrics
+
+    with pytest.raises(ValueError, match="step 1: parameters or moments are not finite"):
+        go(made, folder, tmp_path, 1, step=step)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.latest() is None
+
+
+@pytest.mark.parametrize("loss", [np.nan, np.inf, None])
+def test_a_validation_that_fails_costs_no_steps_and_is_neither_best_nor_logged(
+    made, folder, tmp_path, loss
+):
+    def validate(*arguments):
+        if loss is None:
+            raise MemoryError("no room")
+        hits, total = np.array([9, 0, 0, 0]), np.array([10, 10, 10, 10])
+        return Sums(np.float32(loss), np.int32(1), hits, total, hits, total)
+
+    run = fresh(made, folder, total_steps=2, validate_every=1, validate=validate)
+    error = (MemoryError, "no room") if loss is None else (ValueError, "step 1: the validation's")
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        with Log(tmp_path, total_steps=2) as log, pytest.raises(error[0], match=error[1]):
+            run_loop(run, start(made), checkpoints, log)
+        assert checkpoints.latest() == 1 and not checkpoints.has_best()
+    assert [record["kind"] for record in read_log(tmp_path)] == ["train"]
+    assert "NaN" not in (tmp_path / "log.jsonl").read_text()
+
+
 def test_stored_hidden_states_train_like_the_target_running_along(made, folder, tmp_path):
     data = open_prepared(folder / "rows")
     target = tiny_run.rule_target()

@@ -31,7 +31,7 @@ def test_warmup_and_decay(schedule, wanted):
 def test_clipping_and_decay_of_matrices_alone():
     config = OptimizerConfig(
         learning_rate=1.0, schedule="constant", warmup_ratio=0.0, clip=1.0, weight_decay=0.5,
-        beta1=0.0, beta2=0.0, epsilon=0.0,
+        beta1=0.0, beta2=0.0, epsilon=1e-30,
     )  # fmt: skip
     params = {"matrix": jnp.full((2, 2), 4.0), "vector": jnp.full((3,), 4.0)}
     optimizer = make_optimizer(config, 10)

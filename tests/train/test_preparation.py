@@ -8,7 +8,7 @@ import pytest
 
 from tests.train.toy_tokenizers import CHATML, TOKENIZERS, ToyTokenizer
 from train.data.preparation import PrepareSettings, prepare
-from train.data.prepared import open_prepared
+from train.data.prepared import FORMAT, open_prepared
 from train.data.template_mask import mask_conversation
 from train.data.vocabulary import choose_vocabulary
 
@@ -175,6 +175,64 @@ def test_damage_is_found(tmp_path):
         open_prepared(tmp_path / "out")
 
 
+DAMAGE = {
+    "a changed byte": lambda folder: (folder / "loss_mask.bin").write_bytes(
+        bytes(len((folder / "loss_mask.bin").read_bytes()))
+    ),
+    "a short file": lambda folder: (folder / "tokens.bin").write_bytes(b"1234"),
+    "a missing file": lambda folder: (folder / "offsets.npy").unlink(),
+    "half a manifest": lambda folder: (folder / "manifest.json").write_text('{"format'),
+    "an empty manifest": lambda folder: (folder / "manifest.json").write_text(
+        json.dumps({"format": FORMAT})
+    ),
+    "no text": lambda folder: (folder / "manifest.json").write_bytes(b"\xff"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_rows_are_prepared_anew(tmp_path, name):
+    path, told = write(tmp_path, talk("hi", "yo")), []
+    again = (([path], CHATML_TOKENIZER, tmp_path / "out", SETTINGS), {"warn": told.append})
+    data, _ = prepare(*again[0], **again[1])
+    wanted = data[0].tokens.tolist()
+    DAMAGE[name](tmp_path / "out")
+    with pytest.raises(ValueError, match=r"out.*(prepare|no prepared data set)"):
+        open_prepared(tmp_path / "out").verify()
+    data, reused = prepare(*again[0], **again[1])
+    data.verify()
+    assert not reused and data[0].tokens.tolist() == wanted
+    assert len(told) == ("manifest" not in name and name != "no text")
+    assert prepare(*again[0], **again[1])[1] and len(told) <= 1
+
+
+def test_the_end_of_an_answer_that_was_cut_is_not_learned(tmp_path):
+    cut = talk("hi", "yo") | {"finish_reasons": ["length"]}
+    path = write(tmp_path, talk("hi", "yo"), cut)
+    data, _ = prepare([path], CHATML_TOKENIZER, tmp_path / "out", SETTINGS)
+    whole, short = data[0], data[1]
+    assert whole.tokens[-1] in CHATML_TOKENIZER.stop_ids and whole.loss_mask[-1]
+    assert short.tokens.tolist() == whole.tokens[:-1].tolist() and short.loss_mask[-1]
+    assert data.manifest["report"]["cut_answers"] == 1
+
+
+def test_a_cut_answer_inside_a_conversation_keeps_its_stop_token_unlearned(tmp_path):
+    messages = talk("hi", "yo")["messages"] + talk("more", "no")["messages"]
+    rows = [{"messages": messages}, {"messages": messages, "finish_reasons": ["length", "stop"]}]
+    data, _ = prepare([write(tmp_path, *rows)], CHATML_TOKENIZER, tmp_path / "out", SETTINGS)
+    whole, short = data[0], data[1]
+    assert whole.tokens.tolist() == short.tokens.tolist()
+    (place,) = np.flatnonzero(whole.loss_mask != short.loss_mask)
+    assert whole.tokens[place] in CHATML_TOKENIZER.stop_ids and whole.loss_mask[place]
+
+
+def test_text_that_is_no_unicode_is_one_bad_row(tmp_path):
+    bad = '{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    path = write(tmp_path, talk("hi", "yo"), bad, "[" * 50_000)
+    data, _ = prepare([path], CHATML_TOKENIZER, tmp_path / "out", SETTINGS)
+    assert len(data) == 1
+    assert data.manifest["report"]["dropped"] == {"not Unicode text": 1, "not JSON": 1}
+
+
 def test_other_folders_are_never_replaced(tmp_path):
     path = write(tmp_path, talk("hi", "yo"))
     (tmp_path / "out").mkdir()
@@ -186,7 +244,14 @@ def test_other_folders_are_never_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "field, value", [("max_length", 1), ("draft_vocab_size", 300), ("reasoning", "drop")]
+    "field, value",
+    [
+        ("max_length", 1),
+        ("draft_vocab_size", 300),
+        ("reasoning", "drop"),
+        ("vocab_size", 0),
+        ("max_bad_rows", -1),
+    ],
 )
 def test_impossible_settings_are_named(field, value):
     with pytest.raises(ValueError, match=field):

@@ -55,6 +55,18 @@ def test_defaults_are_the_paper_s(tmp_path):
         (MINIMAL + "[drafter]\nmask_token_id = -1\n", "drafter.mask_token_id is -1"),
         (MINIMAL + "[optimizer]\nlearning_rate = nan\n", "optimizer.learning_rate is nan"),
         (MINIMAL + "[optimizer]\nbeta2 = 1.0\n", "optimizer.beta2 is 1.0"),
+        (MINIMAL + "[optimizer]\nlearning_rate = 0\n", "optimizer.learning_rate is 0"),
+        (MINIMAL + "[optimizer]\nepsilon = 0\n", "optimizer.epsilon is 0"),
+        (MINIMAL + "[optimizer]\nfinal_ratio = 1.5\n", "optimizer.final_ratio is 1.5"),
+        (MINIMAL + "[objective]\nratio = nan\n", "objective.ratio is nan"),
+        (MINIMAL + "[objective]\nmin_ratio = inf\n", "objective.min_ratio is inf"),
+        (MINIMAL + "[objective]\ndecay = -1\n", "objective.decay is -1"),
+        (MINIMAL + "[objective]\ndecay = inf\n", "objective.decay is inf"),
+        (MINIMAL.replace("steps = 10", f"steps = 10\nseed = {2**70}"), "train.seed is .* at most"),
+        (
+            MINIMAL.replace('"rows"', '"rows"\nvalidation = "v"\nvalidation_rows = 1'),
+            "data: give either validation or validation_rows",
+        ),
         (MINIMAL + '[objective]\nloss = "hca"\n', "objective.loss is 'hca'; choose one of kl"),
     ],
 )

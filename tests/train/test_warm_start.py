@@ -104,6 +104,16 @@ def test_the_target_s_last_layers_are_taken_where_they_fit(target):
     assert float(jnp.abs(fused).max()) < 0.2
 
 
+def test_draft_ids_and_layers_that_the_target_does_not_have_are_refused(target):
+    config = new_config()
+    for kept in (np.append(KEPT[:-1], 24), np.append(-1, KEPT[1:])):
+        with pytest.raises(ValueError, match="draft ids from .* a vocabulary of 24"):
+            start_parameters(config, target, jax.random.key(1), kept=kept)
+    deeper = dataclasses.replace(config, layers=(LAYER,) * 9)
+    with pytest.raises(ValueError, match="drafter.num_layers is 9, the target has 8 layers"):
+        start_parameters(deeper, target, jax.random.key(1), kept=KEPT, from_target_layers=True)
+
+
 def test_what_is_trained_and_what_is_frozen(target):
     config = new_config()
     params = start_parameters(config, target, jax.random.key(1), kept=KEPT)

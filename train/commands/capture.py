@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     from train.data.prepared import open_prepared
     from train.warm_start import default_taps
 
+    data = open_prepared(args.data)
+    data.verify()
     target = load_target(find_target(args.target))
     taps = tuple(args.taps) if args.taps else default_taps(target.config.num_layers)
 
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\r{done} of {total} rows", end="", file=sys.stderr, flush=True)
 
     store = capture(
-        open_prepared(args.data),
+        data,
         target,
         taps,
         args.output,
@@ -51,5 +53,5 @@ def run(args: argparse.Namespace) -> int:
         process_count=jax.process_count(),
         progress=progress,
     )
-    print(f"\n{args.output}: {len(store)} rows", file=sys.stderr)
+    print(f"\n{args.output}: {len(store) if store else 0} rows", file=sys.stderr)
     return 0

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from peagle_jax.cli_flags import num_speculative_tokens
@@ -29,10 +30,14 @@ def run(args: argparse.Namespace) -> int:
     from peagle_jax.decoding.params import SamplingParams
     from peagle_jax.loading import find_target
     from train.data.prepared import open_prepared
-    from train.evaluate import evaluate, prompt_of
+    from train.evaluate import evaluate, prompts_of
 
     data = open_prepared(args.data)
-    prompts = [prompt_of(data[row]) for row in range(min(args.prompts, len(data)))]
+    prompts, skipped = prompts_of(data, args.prompts)
+    if skipped:
+        print(f"{args.data}: {len(skipped)} rows passed over; {skipped[0]}", file=sys.stderr)
+    if not prompts:
+        raise ValueError(f"{args.data}: no row with a prompt and an answer to evaluate on.")
     target = load_target(find_target(args.target))
     drafter = load_drafter(args.drafter, target=target)
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)

@@ -12,7 +12,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verifier", help="name of the target, written into the speculators layout"
     )
-    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument(
+        "--target", help="where the run's target is now; default: where its recipe says"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a drafter's folder")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
         layout=args.layout,
         dtype=args.dtype,
         verifier=args.verifier,
+        target=args.target,
         overwrite=args.overwrite,
     )
     print(path)

@@ -3,12 +3,16 @@
 import argparse
 import importlib.metadata
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from train import distributed
+
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a run that a signal stopped: 0 means that nothing is left to train."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     distributed.join(args)
     from train.assemble import assemble
     from train.checkpoint import Checkpoints
+    from train.export import write_draft_ids
     from train.loop import run_loop
     from train.progress import Log, draw_curves
     from train.recipe import load_recipe, resolved
@@ -51,7 +56,14 @@ def run(args: argparse.Namespace) -> int:
             state, record = checkpoints.restore(state, made.run.recipe, mesh=made.mesh)
             best, position = record.best, record.data
         if distributed.is_first():
-            write_provenance(folder, resolved(recipe), made.config, resumed=step)
+            write_provenance(folder, resolved(recipe), made, resumed=step)
+            for name, (count, rows) in made.too_long.items():
+                if count:
+                    print(
+                        f"{name}: {count} of {rows} rows longer than data.sequence_length left out",
+                        file=sys.stderr,
+                    )
+            write_draft_ids(folder, made.run.frozen["d2t"])
         with Log(
             folder,
             total_steps=made.run.total_steps,
@@ -64,26 +76,34 @@ def run(args: argparse.Namespace) -> int:
         draw_curves(folder)
     if done.interrupted:
         print(f"{folder}: stopped at step {int(done.state.step)}, saved", file=sys.stderr)
+        return STOPPED
     return 0
 
 
-def write_provenance(folder: Path, recipe: dict[str, Any], config: Any, *, resumed: Any) -> None:
-    """Recipe, drafter config, command line, revision and versions, beside the checkpoints."""
+def write_provenance(folder: Path, recipe: dict[str, Any], made: Any, *, resumed: Any) -> None:
+    """Recipe, drafter config, data, command line, revision, versions: beside the checkpoints."""
     import dataclasses
 
     folder.mkdir(parents=True, exist_ok=True)
     packages = ("peagle-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
     content = {
         "recipe": recipe,
-        "drafter": dataclasses.asdict(config),
+        "drafter": dataclasses.asdict(made.config),
+        "target_fingerprint": made.target_fingerprint,
+        "rows_longer_than_sequence": {
+            name: {"left_out": count, "rows": rows} for name, (count, rows) in made.too_long.items()
+        },
         "argv": sys.argv,
+        "working_folder": str(Path.cwd()),
         "resumed_from_step": resumed,
         "git_revision": _revision(),
         "versions": {name: _version(name) for name in packages} | {"python": sys.version},
     }
     text = json.dumps(content, indent=1) + "\n"
     name = "run.json" if resumed is None else f"run-from-{resumed}.json"
-    (folder / name).write_text(text, encoding="utf-8")
+    part = folder / f".{name}.part"
+    part.write_text(text, encoding="utf-8")
+    part.replace(folder / name)
 
 
 def _version(name: str) -> str | None:

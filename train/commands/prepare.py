@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+from train.commands import positive, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,14 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--target", required=True, help="folder, .gguf file or name of the target")
     parser.add_argument("--output", required=True, help="folder to write the data set to")
-    parser.add_argument("--max-length", type=int, default=8192, help="tokens kept of a row")
+    parser.add_argument("--max-length", type=positive, default=8192, help="tokens kept of a row")
     parser.add_argument(
         "--vocab-size",
-        type=int,
-        help="rows of the target's embedding; default: from the target's config.json, else from "
-        "its tokenizer",
+        type=positive,
+        help="rows of the target's embedding; default: from the target's config.json or GGUF "
+        "header, else from its tokenizer",
     )
-    parser.add_argument("--draft-vocab-size", type=int, help="default: no draft vocabulary")
+    parser.add_argument("--draft-vocab-size", type=positive, help="default: no draft vocabulary")
     parser.add_argument(
         "--reasoning",
         choices=("keep", "mask"),
@@ -33,17 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=JSON",
         help="variable for the chat template, such as enable_thinking=false; may be repeated",
     )
-    parser.add_argument("--mask-token-id", type=int, help="fail when this id occurs in the rows")
+    parser.add_argument("--mask-token-id", type=whole, help="fail when this id occurs in the rows")
     parser.add_argument(
-        "--max-bad-rows", type=int, default=100, help="malformed rows to skip before giving up"
+        "--max-bad-rows", type=whole, default=100, help="malformed rows to skip before giving up"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     from peagle_jax.loading import find_target
     from peagle_jax.text.tokenizer import load_tokenizer
+    from train.data.conversations import check_sources
     from train.data.preparation import PrepareSettings, prepare
 
+    check_sources(args.sources)
     target = find_target(args.target)
     tokenizer = load_tokenizer(target)
     settings = PrepareSettings(
@@ -54,7 +59,13 @@ def run(args: argparse.Namespace) -> int:
         draft_vocab_size=args.draft_vocab_size,
         max_bad_rows=args.max_bad_rows,
     )
-    data, reused = prepare(args.sources, tokenizer, args.output, settings)
+    data, reused = prepare(
+        args.sources,
+        tokenizer,
+        args.output,
+        settings,
+        warn=lambda text: print(text, file=sys.stderr),
+    )
     if args.mask_token_id is not None:
         data.check_mask_token(args.mask_token_id)
     if reused:
@@ -67,6 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _vocab_size(target: str | Path) -> int | None:
+    if Path(target).suffix == ".gguf":
+        from peagle_jax.checkpoints.gguf_config import read_gguf_config
+
+        return read_gguf_config(Path(target)).vocab_size
     path = Path(target) / "config.json"
     if not path.is_file():
         return None
@@ -102,6 +117,8 @@ def _print_report(report: dict[str, Any]) -> None:
         print(f"  unsupervised turns {count}: {reason}")
     if report["turns_without_stop"]:
         print(f"  turns without a stop token: {report['turns_without_stop']}")
+    if report["cut_answers"]:
+        print(f"  answers cut by a length limit, their end not learned: {report['cut_answers']}")
     print(
         f"tokens {report['tokens']}, supervised {report['supervised_fraction']:.1%}; row length "
         f"median {lengths['50']}, 90% {lengths['90']}, 99% {lengths['99']}"

@@ -9,7 +9,8 @@ Accepted rows (one JSON object each):
     {"conversations": [{"from": "human", "value": "hi"}, ...]}        ShareGPT
     {"input_ids": [...], "loss_mask": [...]}                          token ids
     {"ids": [...], "prompt_tokens": 17}                               token ids, answer at the end
-A conversation may carry "tools", which reaches the chat template.
+A conversation may carry "tools" (a list, or one as JSON text), which reaches the chat template, and
+"finish_reasons", one for each assistant turn: one cut by the "length" limit has no end to learn.
 """
 
 import dataclasses
@@ -53,11 +54,15 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages with keys "role" and "content" (text), others as found."""
+    """Messages with keys "role" and "content" (text), others as found.
+
+    cut: indices of assistant messages that were cut by a length limit.
+    """
 
     place: Place
     messages: tuple[dict[str, Any], ...]
     tools: tuple[Any, ...] | None = None
+    cut: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,9 @@ class BadRow:
 
 Row = Conversation | TokenRow | BadRow
 
+# What decoding raises: bad bytes or JSON, a number of too many digits, lists within lists for ever.
+_NOT_JSON = (ValueError, RecursionError)
+
 
 class _Unusable(Exception):
     """A row's defect, on its way to a BadRow."""
@@ -102,19 +110,32 @@ def read_rows(paths: Iterable[str | Path]) -> Iterator[Row]:
         FileNotFoundError: a path does not exist.
         ValueError: a file that is of none of these kinds, or a folder without `datasets` installed.
     """
-    for path in map(Path, paths):
+    for path in check_sources(paths):
         if path.is_dir():
             yield from _parsed(str(path), enumerate(_dataset_rows(path), start=1))
-        elif not path.exists():
-            raise FileNotFoundError(f"{path}: no such file or folder")
         elif path.suffix == ".json":
             yield from _parsed(str(path), enumerate(_json_list(path), start=1))
-        elif path.suffix in (".jsonl", ".ndjson"):
-            yield from _jsonl_rows(path)
         else:
+            yield from _jsonl_rows(path)
+
+
+def check_sources(paths: Iterable[str | Path]) -> list[Path]:
+    """The paths, all of which are there and of a kind that `read_rows` reads.
+
+    Raises FileNotFoundError and ValueError as it does, before anything slow is done.
+    """
+    found = [Path(path) for path in paths]
+    for path in found:
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path}: no such file or folder; expected a .jsonl file, a .json file with a "
+                "list, or the folder of a Hugging Face data set"
+            )
+        if not path.is_dir() and path.suffix not in (".json", ".jsonl", ".ndjson"):
             raise ValueError(
                 f"{path}: unknown kind of file; expected .jsonl, .json (a list) or a folder"
             )
+    return found
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
@@ -128,7 +149,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             place = Place(file=str(path), line=number)
             try:
                 value = json.loads(raw.decode("utf-8"))
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            except _NOT_JSON as error:
                 yield BadRow(place=place, reason="not JSON", detail=f"not JSON: {error}")
                 continue
             yield parse_row(value, place)
@@ -137,7 +158,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 def _json_list(path: Path) -> list[Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except _NOT_JSON as error:
         raise ValueError(f"{path}: not JSON: {error}; use .jsonl for one row a line") from error
     if not isinstance(value, list):
         raise ValueError(f"{path}: expected a list of rows, found {type(value).__name__}")
@@ -159,12 +180,21 @@ def _dataset_rows(folder: Path) -> Iterator[Any]:
             + ", ".join(sorted(str(p.parent) for p in folder.glob("*/dataset_info.json")))
         )
     if (folder / "state.json").is_file():
-        yield from datasets.load_from_disk(str(folder))
+        try:
+            yield from datasets.load_from_disk(str(folder))
+        except Exception as error:
+            why = " ".join(str(error).split())
+            raise ValueError(f"{folder}: cannot be read as a saved data set: {why}") from error
         return
     for kind in ("parquet", "arrow"):
         files = sorted(str(p) for p in folder.rglob(f"*.{kind}"))
+        for file in files:
+            try:
+                yield from datasets.load_dataset(kind, data_files=[file], split="train")
+            except Exception as error:  # datasets and pyarrow have many, and no base of their own
+                why = " ".join(str(error.__cause__ or error).split())
+                raise ValueError(f"{file}: cannot be read as {kind}: {why}") from error
         if files:
-            yield from datasets.load_dataset(kind, data_files=files, split="train")
             return
     raise ValueError(f"{folder}: no state.json, *.parquet or *.arrow below it")
 
@@ -184,18 +214,18 @@ def parse_row(value: Any, place: Place) -> Row:
                 return _token_row(value, key, place)
         for key in ("messages", "conversations", "conversation"):
             if value.get(key) is not None:
-                tools = value.get("tools")
-                return Conversation(
-                    place=place,
-                    messages=_messages(value[key], key),
-                    tools=tuple(tools) if isinstance(tools, list) and tools else None,
-                )
+                messages, tools = _messages(value[key], key), _tools(value.get("tools"))
+                _check_text([*messages, *(tools or ())])
+                cut = _cut(value.get("finish_reasons"), messages)
+                return Conversation(place=place, messages=messages, tools=tools, cut=cut)
         raise _Unusable(
             "unknown form",
             f"has keys {sorted(map(str, value))}; expected messages, conversations or input_ids",
         )
     except _Unusable as defect:
         return BadRow(place=place, reason=defect.reason, detail=defect.detail)
+    except RecursionError:
+        return BadRow(place=place, reason="nested too deeply", detail="values nested too deeply")
 
 
 def _token_row(value: Mapping[str, Any], key: str, place: Place) -> TokenRow:
@@ -204,7 +234,7 @@ def _token_row(value: Mapping[str, Any], key: str, place: Place) -> TokenRow:
         raise _Unusable("bad token ids", f"{key} must be a list of integers from 0 on")
     if value.get("loss_mask") is not None:
         mask = value["loss_mask"]
-        if not isinstance(mask, Sequence) or any(m not in (0, 1) for m in mask):
+        if not _is_list(mask) or any(m not in (0, 1) for m in mask):
             raise _Unusable("bad loss mask", "loss_mask must be a list of 0 and 1")
         if len(mask) != len(ids):
             raise _Unusable(
@@ -223,13 +253,62 @@ def _token_row(value: Mapping[str, Any], key: str, place: Place) -> TokenRow:
 
 
 def _integers(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(
+    return _is_list(value) and all(
         isinstance(i, int) and not isinstance(i, bool) and i < 2**31 for i in value
     )
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _tools(value: Any) -> tuple[Any, ...] | None:
+    """Tools as a list; data set tables hold them as JSON text."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except _NOT_JSON as error:
+            raise _Unusable("bad tools", f"tools are text, but not JSON: {error}") from None
+    if value is None or value == "":
+        return None
+    if not _is_list(value):
+        kind = type(value).__name__
+        raise _Unusable("bad tools", f"tools must be a list, or one as JSON text; found {kind}")
+    return tuple(value) or None
+
+
+def _cut(reasons: Any, messages: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Indices of the assistant messages whose finish reason is "length"."""
+    if reasons is None:
+        return frozenset()
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not _is_list(reasons) or len(reasons) != len(answers):
+        raise _Unusable(
+            "bad finish reasons",
+            f"finish_reasons must be a list with one for each of {len(answers)} assistant turns",
+        )
+    pairs = zip(answers, reasons, strict=True)
+    return frozenset(index for index, reason in pairs if reason == "length")
+
+
+def _check_text(value: Any) -> None:
+    """Raise _Unusable for text that is no Unicode: lone surrogates, which no tokenizer takes."""
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise _Unusable("not Unicode text", f"text that is no Unicode: {error}") from None
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_text(key)
+            _check_text(item)
+    elif isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        for item in value:
+            _check_text(item)
+
+
 def _messages(value: Any, key: str) -> tuple[dict[str, Any], ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not _is_list(value):
         raise _Unusable("unknown form", f"{key} must be a list of messages")
     if not value:
         raise _Unusable("empty conversation", f"{key} is empty")
@@ -269,7 +348,7 @@ def _text(content: Any, index: int) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, Sequence) and all(
+    if _is_list(content) and all(
         isinstance(p, Mapping) and p.get("type") == "text" and isinstance(p.get("text"), str)
         for p in content
     ):

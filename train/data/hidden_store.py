@@ -43,6 +43,8 @@ class StoreInfo:
         dtype: NumPy name of the states' type ("bfloat16", "float32", ...).
         last_hidden: "normed" when behind the target's final norm, "residual" when before it.
         target_tokens: whether the target's greedy tokens are there, or training computes them.
+        fingerprint: of the target (`identity`), vocab_size: its ids; rows: digest of the prepared
+            rows that were captured. None in a store that does not say.
     """
 
     target: str
@@ -51,6 +53,9 @@ class StoreInfo:
     dtype: str = "bfloat16"
     last_hidden: str = "normed"
     target_tokens: bool = False
+    fingerprint: str | None = None
+    vocab_size: int | None = None
+    rows: str | None = None
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -98,7 +103,8 @@ class HiddenWriter:
             there = open_store(self._folder)
             if there.info != info:
                 raise ValueError(
-                    f"{folder}: holds states of {there.info}, not of {info}; use another folder."
+                    f"{folder}: holds other states ({differences(there.info, info)}); use another "
+                    "folder."
                 )
             self.written.update(there.names)
 
@@ -229,6 +235,23 @@ class HiddenStore:
             raise ValueError(f"{where}: checksum differs; the file is damaged, capture it again.")
         return Sample(**sample)
 
+    def check_tokens(self, vocab_size: int, mask_token_id: int | None) -> None:
+        """Raise ValueError for a token outside the vocabulary, or one that is the mask token."""
+        shards = {entry.shard.path: entry.shard for entry in self.entries.values()}
+        for path, shard in shards.items():
+            tokens = shard.read("tokens")
+            if tokens.size and not (0 <= tokens.min() and tokens.max() < vocab_size):
+                raise ValueError(
+                    f"{path}: token ids from {tokens.min()} to {tokens.max()}, the target's "
+                    f"vocabulary has {vocab_size}; capture data prepared for this target."
+                )
+            count = int((tokens == mask_token_id).sum()) if mask_token_id is not None else 0
+            if count:
+                raise ValueError(
+                    f"mask token {mask_token_id} occurs {count} times in {path}; choose an id that "
+                    "no text uses."
+                )
+
     def verify(self) -> None:
         """Read and check every sample. Raises ValueError naming the first damaged one."""
         for name in self.names:
@@ -252,7 +275,7 @@ def open_store(folder: str | Path) -> HiddenStore:
         own = json.loads(shard.metadata["store"])
         own = StoreInfo(**{**own, "tap_layers": tuple(own["tap_layers"])})
         if info is not None and own != info:
-            raise ValueError(f"{path}: holds states of {own}, other shards of {info}.")
+            raise ValueError(f"{path}: unlike the other shards ({differences(info, own)}).")
         info = own
         for name, start, rows, crc in json.loads(shard.metadata["samples"]):
             if name in entries:
@@ -263,6 +286,12 @@ def open_store(folder: str | Path) -> HiddenStore:
     if info is None:
         raise ValueError(f"{folder}: no *.safetensors shard of hidden states.")
     return HiddenStore(folder=folder, info=info, names=tuple(sorted(entries)), entries=entries)
+
+
+def differences(there: StoreInfo, now: StoreInfo) -> str:
+    """In what two descriptions differ: "name is X, not Y", joined."""
+    pairs = zip(dataclasses.asdict(there).items(), dataclasses.asdict(now).values(), strict=True)
+    return "; ".join(f"{name} is {old!r}, not {new!r}" for (name, old), new in pairs if old != new)
 
 
 def _check(where: str, sample: Mapping[str, np.ndarray], info: StoreInfo) -> None:

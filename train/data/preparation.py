@@ -8,14 +8,14 @@ import collections
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from peagle_jax.text.tokenizer import ChatTemplateError, Tokenizer
-from train.data.conversations import BadRow, Conversation, Row, read_rows
+from train.data.conversations import BadRow, Conversation, Row, check_sources, read_rows
 from train.data.pack import truncate, why_useless
 from train.data.prepared import (
     PreparedData,
@@ -27,6 +27,7 @@ from train.data.prepared import (
 from train.data.template_mask import REASONING, mask_conversation
 
 _NAMED_ROWS = 20
+_RULES = 2  # counts up when the same sources and settings come out as other rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,11 @@ class PrepareSettings:
     max_bad_rows: int = 100
 
     def __post_init__(self):
+        if self.vocab_size < 1 or self.max_bad_rows < 0:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}, max_bad_rows {self.max_bad_rows}; at least 1 "
+                "and 0."
+            )
         if self.max_length < 2:
             raise ValueError(f"max_length is {self.max_length}; a training row needs 2 tokens.")
         if self.reasoning not in REASONING:
@@ -75,6 +81,7 @@ class Report:
         truncated: rows kept with fewer tokens than they had.
         turns_skipped: assistant turns left unsupervised, for each reason.
         turns_without_stop: assistant turns whose template writes no stop token behind them.
+        cut_answers: assistant turns cut by a length limit, whose stop token is not learned.
         lengths: tokens of the kept rows.
         supervised_tokens: tokens under the loss mask in kept rows.
     """
@@ -87,6 +94,7 @@ class Report:
     truncated: int = 0
     turns_skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     turns_without_stop: int = 0
+    cut_answers: int = 0
     lengths: list[int] = dataclasses.field(default_factory=list)
     supervised_tokens: int = 0
 
@@ -106,6 +114,7 @@ class Report:
             "truncated": self.truncated,
             "turns_skipped": dict(self.turns_skipped),
             "turns_without_stop": self.turns_without_stop,
+            "cut_answers": self.cut_answers,
             "length_percentiles": {str(p): int(n) for p, n in zip(at, lengths, strict=True)},
             "tokens": tokens,
             "supervised_tokens": self.supervised_tokens,
@@ -118,8 +127,12 @@ def prepare(
     tokenizer: Tokenizer,
     folder: str | Path,
     settings: PrepareSettings,
+    *,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[PreparedData, bool]:
     """Prepare `sources` in `folder`, unless it already holds exactly that.
+
+    warn: told when what is there is damaged, and so built anew.
 
     Returns the data set and whether it was reused. The digest covers the sources' contents, the
     tokenizer with its template, and every setting, so a change of any of them rebuilds.
@@ -127,10 +140,15 @@ def prepare(
     Raises:
         ValueError: more malformed rows than allowed (the first are named), or no row left.
     """
-    digest = _digest(sources, tokenizer, settings)
+    digest = _digest(check_sources(sources), tokenizer, settings)
     manifest = read_manifest(Path(folder))
-    if manifest is not None and manifest["digest"] == digest:
-        return open_prepared(folder), True
+    if manifest is not None and manifest.get("digest") == digest:
+        try:
+            data = open_prepared(folder)
+            data.verify()
+            return data, True
+        except (ValueError, OSError) as error:
+            warn(f"{error} Preparing anew.")
     report = Report()
     with PreparedWriter(folder, settings.vocab_size) as writer:
         for tokens, mask in _useful_rows(read_rows(sources), tokenizer, settings, report):
@@ -188,12 +206,17 @@ def _masked(
             kwargs["tools"] = list(row.tools)
         try:
             masked = mask_conversation(
-                tokenizer, row.messages, reasoning=settings.reasoning, template_kwargs=kwargs
+                tokenizer,
+                row.messages,
+                reasoning=settings.reasoning,
+                template_kwargs=kwargs,
+                cut=row.cut,
             )
         except ChatTemplateError as error:
             return BadRow(place=row.place, reason="refused by the template", detail=str(error))
         report.turns_skipped.update(masked.skipped_turns)
         report.turns_without_stop += masked.turns_without_stop
+        report.cut_answers += masked.cut_answers
         pairs = [(r.tokens, r.loss_mask) for r in masked.rows]
     for tokens, _ in pairs:
         if len(tokens) and max(tokens) >= settings.vocab_size:
@@ -218,16 +241,17 @@ def _count_bad(row: BadRow, settings: PrepareSettings, report: Report) -> None:
         )
 
 
-def _digest(sources: Sequence[str | Path], tokenizer: Tokenizer, settings: PrepareSettings) -> str:
+def _digest(sources: Sequence[Path], tokenizer: Tokenizer, settings: PrepareSettings) -> str:
     """SHA-256 over everything that the rows depend on."""
     files = [
         {"name": str(path), "sha256": file_digest(path)}
-        for source in map(Path, sources)
+        for source in sources
         for path in (sorted(p for p in source.rglob("*") if p.is_file()) or [source])
     ]
     content = {
         "sources": files,
         "tokenizer": tokenizer_digest(tokenizer),
+        "rules": _RULES,
         "settings": dataclasses.asdict(settings),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

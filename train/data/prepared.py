@@ -30,6 +30,10 @@ from train.data.vocabulary import DraftVocabulary, choose_vocabulary, count_toke
 FORMAT = "peagle-jax prepared data 1"
 _MANIFEST = "manifest.json"
 _VOCABULARY = "draft_vocabulary.safetensors"
+_FILES = {
+    _MANIFEST, _VOCABULARY, "tokens.bin", "loss_mask.bin", "offsets.npy", "token_counts.npy",
+    "supervised_counts.npy",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,21 @@ class PreparedData:
     @property
     def vocab_size(self) -> int:
         return int(self.manifest["vocab_size"])
+
+    @property
+    def rows_digest(self) -> str:
+        """Names the rows themselves, wherever and by whatever settings they were made."""
+        files = self.manifest["files"]
+        sums = [files[name]["sha256"] for name in ("tokens.bin", "loss_mask.bin", "offsets.npy")]
+        return hashlib.sha256("".join(sums).encode()).hexdigest()[:16]
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError where the rows were prepared for a vocabulary of another size."""
+        if self.vocab_size != vocab_size:
+            raise ValueError(
+                f"{self.folder}: token ids of a vocabulary of {self.vocab_size}, the target has "
+                f"{vocab_size}; prepare the data for this target."
+            )
 
     def row_name(self, row: int) -> str:
         return f"{self.folder} row {row}"
@@ -127,6 +146,8 @@ def open_prepared(folder: str | Path) -> PreparedData:
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
+    if manifest is not None and not {"digest", "files", "vocab_size"} <= set(manifest):
+        raise ValueError(f"{folder / _MANIFEST}: damaged; prepare the data again.")
     if manifest is None:
         raise ValueError(f"{folder}: no prepared data set (no {_MANIFEST} of {FORMAT!r}).")
     for name, entry in manifest["files"].items():
@@ -134,7 +155,9 @@ def open_prepared(folder: str | Path) -> PreparedData:
         size = path.stat().st_size if path.is_file() else None
         if size != entry["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise ValueError(f"{path}: {found}, the manifest says {entry['bytes']}.")
+            raise ValueError(
+                f"{path}: {found}, the manifest says {entry['bytes']}; prepare the data again."
+            )
     return PreparedData(
         folder=folder,
         manifest=manifest,
@@ -148,7 +171,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a prepared data set, or None where there is none that can be read."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return None
     return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
 
@@ -233,7 +256,11 @@ class PreparedWriter:
 
 
 def _replaceable(folder: Path) -> bool:
-    return folder.is_dir() and (read_manifest(folder) is not None or not any(folder.iterdir()))
+    """Whether a folder is empty or holds a prepared data set alone, be it a damaged one."""
+    if not folder.is_dir():
+        return False
+    there = {path.name for path in folder.iterdir()}
+    return not there or (_MANIFEST in there and there <= _FILES)
 
 
 def _put_in_place(part: Path, target: Path) -> None:

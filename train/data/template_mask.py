@@ -11,7 +11,7 @@ own. So the model sees, before every span, exactly the ids it sees in service.
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from peagle_jax.text.tokenizer import Tokenizer
@@ -42,6 +42,7 @@ class MaskedConversation:
     rows: tuple[MaskedRow, ...]
     skipped_turns: tuple[str, ...]
     turns_without_stop: int
+    cut_answers: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ def mask_conversation(
     *,
     reasoning: str = "keep",
     template_kwargs: Mapping[str, Any] | None = None,
+    cut: Collection[int] = (),
 ) -> MaskedConversation:
     """Rows whose loss masks cover what the assistant generates, and nothing else.
 
@@ -71,6 +73,8 @@ def mask_conversation(
         messages: role and content; reasoning text under `REASONING_KEYS` or between tags.
         reasoning: "mask" leaves reasoning text in the row but takes it out of the loss.
         template_kwargs: variables for the template (tools, enable_thinking, ...).
+        cut: indices of assistant messages that a length limit cut: the stop token that the
+            template writes behind them is not learned, as nobody generated it.
 
     Raises:
         ChatTemplateError: the template refuses the conversation.
@@ -80,16 +84,17 @@ def mask_conversation(
     kwargs = dict(template_kwargs or {})
     rows: list[tuple[list[int], list[bool]]] = []
     skipped: list[str] = []
-    without_stop = 0
+    without_stop = cut_answers = 0
     indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     # Last turn first: its row is the longest, and most earlier turns are prefixes of it.
     for index in reversed(indices):
         try:
-            turn = _find_turn(tokenizer, messages[: index + 1], reasoning, kwargs)
+            turn = _find_turn(tokenizer, messages[: index + 1], reasoning, kwargs, index in cut)
         except _NoSpan as problem:
             skipped.append(str(problem))
             continue
-        without_stop += not turn.stopped
+        without_stop += not turn.stopped and index not in cut
+        cut_answers += index in cut
         mask = [i >= turn.start and i not in turn.masked for i in range(len(turn.tokens))]
         for tokens, row_mask in rows:
             if tokens[: len(turn.tokens)] == turn.tokens:
@@ -102,6 +107,7 @@ def mask_conversation(
         rows=tuple(MaskedRow(tokens=t, loss_mask=m) for t, m in reversed(rows)),
         skipped_turns=tuple(reversed(skipped)),
         turns_without_stop=without_stop,
+        cut_answers=cut_answers,
     )
 
 
@@ -110,6 +116,7 @@ def _find_turn(
     messages: Sequence[Mapping[str, Any]],
     reasoning: str,
     kwargs: Mapping[str, Any],
+    cut: bool,
 ) -> _Turn:
     """The last message's span after the prompt that serving would give."""
     if len(messages) == 1:
@@ -126,7 +133,7 @@ def _find_turn(
     stops = [i for i, token in enumerate(span) if token in tokenizer.stop_ids]
     stopped = bool(stops) and not tokenizer.decode(span[stops[-1] + 1 :]).strip()
     if stopped:
-        span = span[: stops[-1] + 1]
+        span = span[: stops[-1] + (not cut)]
     if not span:
         raise _NoSpan("assistant turn of which the template renders nothing")
     masked: frozenset[int] = frozenset()
