@@ -1,9 +1,10 @@
 """Products of rows with a parameter, and how a matrix lies in memory for them.
 
-On a CPU a product of 2 to 16 rows, the verify pass of a small batch, is a case of its own: XLA's
+On a CPU a product of 2 to 24 rows, the verify pass of a small batch, is a case of its own: XLA's
 product rearranges the whole matrix first, which costs several times more than reading it. A
 multiply and a sum over a matrix stored [out, in] reads it once for eight rows, and gives a row of
-two to eight the same bits however many run beside it. Figures: `benchmarks/few_rows.py`.
+three to eight the same bits however many run beside it. Two rows are two products of one row, which
+are fast, unless the matrix is too large for caches. Figures: `benchmarks/few_rows.py`.
 """
 
 import dataclasses
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-FEW_ROWS = 16
-TILE = 8  # rows that one sweep over the matrix serves; fewer are filled up
+FEW_ROWS = 24
+TILE = 8  # rows that one sweep over the matrix serves, a vector of them; fewer are filled up
+CACHED = 2**24  # bytes of a matrix that is read a second time from cache
 
 TURNED = {"qkv": 1, "o": 3, "gate_up": 1, "down": 1, "fc": 1, "head": 1}
 """Parameters that `store_output_major` turns, and how many of their first axes are the input's."""
@@ -89,7 +91,7 @@ def _rows_product(x: Float[Array, "R I"], matrix: Float[Array, "O I"], dtype: An
 
     if x.dtype != jnp.float32 or not 2 <= x.shape[0] <= FEW_ROWS:
         return dot(x, matrix)
-    return jax.lax.platform_dependent(x, matrix, cpu=_multiply_and_sum, default=dot)
+    return jax.lax.platform_dependent(x, matrix, cpu=_few_rows, default=dot)
 
 
 def _contract(x: Array, matrix: Array, dims: Any, dtype: Any) -> Array:
@@ -102,10 +104,10 @@ def _contract(x: Array, matrix: Array, dims: Any, dtype: Any) -> Array:
     )
 
 
-def _multiply_and_sum(
-    x: Float32[Array, "R I"], matrix: Float32[Array, "O I"]
-) -> Float32[Array, "R O"]:
+def _few_rows(x: Float32[Array, "R I"], matrix: Float32[Array, "O I"]) -> Float32[Array, "R O"]:
     rows = x.shape[0]
+    if rows == 2 and matrix.nbytes <= CACHED:
+        return jnp.stack([_contract(matrix, row, ((1,), (0,)), None) for row in x])
     x = jnp.pad(x, ((0, -rows % TILE), (0, 0)))
     # Fused with what comes before or behind, the sum would lose its vector instructions.
     x, matrix = jax.lax.optimization_barrier((x, matrix))

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from peagle_jax.models import products
 from peagle_jax.models.cache import init_cache
 from peagle_jax.models.parameters import weight
 from peagle_jax.models.products import OutputMajor, product, store_output_major
 from peagle_jax.models.target import init_target
 from tests.decoding.tiny import TARGETS, make_target
 
-ROWS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 40)
+ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 24, 25, 40)
 
 
 def numbers(*shape, seed=0):
@@ -32,15 +33,22 @@ def test_both_layouts_equal_float64(rows, contracted):
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
-def test_a_row_has_the_same_bits_beside_one_to_seven_others():
+def test_a_row_has_the_same_bits_beside_two_to_seven_others():
     x, matrix = numbers(8, 96), OutputMajor(jnp.asarray(numbers(70, 96)), (96, 70))
     run = jax.jit(product, static_argnums=2)
     expected = np.asarray(run(jnp.asarray(x), matrix, 1))
-    for rows in range(2, 8):
+    for rows in range(3, 8):
         np.testing.assert_array_equal(run(jnp.asarray(x[:rows]), matrix, 1), expected[:rows])
 
 
-@pytest.mark.parametrize("rows", [1, 6, 20])
+def test_two_rows_of_a_matrix_too_large_for_caches(monkeypatch):
+    monkeypatch.setattr(products, "CACHED", 0)
+    x, matrix = numbers(2, 96), numbers(70, 96)
+    found = product(jnp.asarray(x), OutputMajor(jnp.asarray(matrix), (96, 70)), 1)
+    np.testing.assert_allclose(found, x.astype(np.float64) @ matrix.T, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 30])
 def test_the_result_has_the_dtype_asked_for(rows):
     x = jnp.asarray(numbers(rows, 32), jnp.bfloat16)
     matrix = OutputMajor(jnp.asarray(numbers(24, 32), jnp.bfloat16), (32, 24))
