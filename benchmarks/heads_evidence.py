@@ -1,12 +1,14 @@
 """Parts of a `peagle bench` run as one report.
 
-    python -m benchmarks.heads_evidence OUTPUT PART PART ...
+    python -m benchmarks.heads_evidence OUTPUT PART PART ... [--acceptance-only]
 
 Parts of other prompts (made one after the other with --skip) must have the same settings, machine,
 methods and K. Counts are summed, rates follow from the sums; percentiles of times cannot be, and
 are left out. Of an interrupted part that counts which every method has answered.
 Parts of the same prompts with other methods or K are put side by side, each row with the speed-up
-over plain decoding of its own run. Writes results.json, table.md and the pictures into OUTPUT.
+over plain decoding of its own run. With --acceptance-only what the clock gave is left out, as it
+must be where other work ran beside the benchmark. Writes results.json, table.md and the pictures
+into OUTPUT.
 """
 
 import argparse
@@ -26,6 +28,10 @@ _SUMMED = (
 _MACHINE = ("dtype", "platform", "processor", "cores", "devices")
 _OF_THE_PROMPTS = ("num_prompts", "num_prompt_tokens", "prompts", "skipped")
 _OF_THE_ARMS = ("methods", "num_speculative_tokens", "concurrency", "drafters", "heads")
+_OF_THE_CLOCK = (
+    "output_tokens_per_s", "requests_per_s", "seconds", "warm_up_s", "speedup_over_plain",
+    "time_to_first_token_ms", "time_per_output_token_ms", "end_to_end_ms",
+)  # fmt: skip
 _OF_SPEED_ALONE = ("repeats", "rounds_per_step", "refill", "by_length", "block", "warm_up")
 
 
@@ -148,6 +154,15 @@ def join(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def without_clock(report: dict[str, Any]) -> dict[str, Any]:
+    """The report without what a clock gave; plain decoding, which drafts nothing, stands once."""
+    rows = [row | dict.fromkeys(_OF_THE_CLOCK) for row in report["results"]]
+    plain = [row for row in rows if row["method"] == "none"]
+    drafted = [row for row in rows if row["method"] != "none"]
+    drafted.sort(key=lambda row: (row["method"], row["k"]))
+    return {**report, "clock": "left out", "results": [*plain[:1], *drafted]}
+
+
 def _parts(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"revision": one["environment"].get("revision"), **one["settings"]} for one in reports]
 
@@ -245,8 +260,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="folder to write")
     parser.add_argument("parts", type=Path, nargs="+", help="folders of `peagle bench --output`")
+    parser.add_argument("--acceptance-only", action="store_true", help="without times and rates")
     arguments = parser.parse_args(words)
-    if len(arguments.parts) < 2:
+    if len(arguments.parts) < 2 and not arguments.acceptance_only:
         parser.error("give at least two parts")
     if arguments.output.resolve() in {part.resolve() for part in arguments.parts}:
         parser.error(f"{arguments.output} is a part, and would be lost; choose another output")
@@ -258,6 +274,8 @@ def main(words: Sequence[str] | None = None) -> None:
             parser.error(f"{part} has no results of `peagle bench`: {error}")
     try:
         report = (join if same_prompts(reports) else merge)(reports)
+        if arguments.acceptance_only:
+            report = without_clock(report)
     except ValueError as error:
         parser.error(str(error))
     for path in write_report(arguments.output, report, pictures=True):

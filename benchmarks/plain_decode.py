@@ -26,7 +26,9 @@ a fifth at one row and nothing at eight; on another machine of the same name it 
 eight. Panels gain up to a third for a few rows, but take one row or a prompt in another layout, so
 that a model would be held twice; they were left out. XLA's options for other product libraries on
 CPUs gave nothing (YNNPACK: 42 ms at eight rows) or are not in its build (oneDNN, XNNPACK). PyTorch
-takes 46 to 66 ms for the same products at six and eight rows.
+takes 46 to 66 ms for the same products at six and eight rows. What came of it: `load` turns the
+matrices to [out, in], and 2 to 24 rows are multiplied and summed by XLA's loops over that one
+layout (`peagle_jax/models/products.py`, measured by `benchmarks.few_rows`).
 """
 
 import argparse

@@ -27,7 +27,7 @@ def draw(report: Mapping[str, Any]) -> dict[str, str]:
     rows = report["results"]
     below = _caption(report)
     plots: dict[str, Callable[[Any, Sequence[Row]], None]] = {}
-    if any(row["k"] is not None for row in rows):
+    if any(row["k"] is not None and row["output_tokens_per_s"] for row in rows):
         plots["throughput"] = _throughput
     if any(row["acceptance_rate_per_position"] for row in rows):
         plots["acceptance"] = _acceptance
@@ -58,8 +58,8 @@ def _throughput(axes: Any, rows: Sequence[Row]) -> None:
 def _acceptance(axes: Any, rows: Sequence[Row]) -> None:
     """Share of draft rounds whose i-th draft was accepted, at each method's largest K."""
     longest = 1
-    for method, mine in _by_method(_at_lowest_concurrency(rows)).items():
-        row = max(mine, key=lambda row: row["k"] or 0)
+    for method, mine in _by_method(rows).items():
+        row = max(mine, key=lambda row: (row["k"] or 0, -row["concurrency"]))
         rates = row["acceptance_rate_per_position"]
         if not rates:
             continue

@@ -215,6 +215,28 @@ def test_other_arms_over_the_same_prompts_stand_side_by_side():
         join(parts)
 
 
+def test_acceptance_stands_without_the_clock(tmp_path):
+    for name, arms in (("a", (PLAIN, DRAFTED)), ("b", (PLAIN, Arm("eagle3", 3)))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(report(range(4), arms)))
+    parts = [str(tmp_path / name) for name in "ab"]
+    main([str(tmp_path / "out"), *parts, "--acceptance-only"])
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [(row["method"], row["k"]) for row in found["results"]] == [
+        ("none", None), ("eagle3", 3), ("p-eagle", 2),
+    ]  # fmt: skip
+    for row in found["results"]:
+        assert row["seconds"] is row["output_tokens_per_s"] is row["speedup_over_plain"] is None
+        assert row["num_requests"] == 4 and row["against_plain"]["num_requests"] == 4
+    assert (
+        found["results"][2]["acceptance_length"]
+        == report(range(4))["results"][1]["acceptance_length"]
+    )
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "results.json", "table.md", "acceptance.svg",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [(heads_curve, "has no log.jsonl of p-eagle-1"), (run_notebook, "is not a notebook")],
