@@ -169,7 +169,7 @@ def make_validation(
 @jax.jit
 def all_finite(state: TrainState) -> Array:
     """Whether every parameter and moment is finite, Bool []."""
-    arrays = [x for x in jax.tree.leaves((state.learned, state.moments))]
+    arrays = jax.tree.leaves((state.learned, state.moments))
     floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
 

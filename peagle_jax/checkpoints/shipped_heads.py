@@ -23,6 +23,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float32, Int8
 
+from peagle_jax.checkpoints.checksums import file_sha256
 from peagle_jax.checkpoints.drafter_config import read_drafter_config
 from peagle_jax.checkpoints.drafter_export import new_folder
 from peagle_jax.checkpoints.drafter_json import drafter_json
@@ -256,12 +257,6 @@ def _check_format(folder: Path) -> None:
             f"{folder / WEIGHTS}: the file is not the one that was packed, its sha256 is not that "
             f"of {CONFIG}; install the package or copy the head again"
         )
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _check_target(folder: Path, target: Target, kept: np.ndarray) -> None:

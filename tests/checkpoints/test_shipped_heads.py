@@ -11,6 +11,7 @@ from flax import nnx
 
 from peagle_jax import cli
 from peagle_jax.checkpoints import shipped_heads
+from peagle_jax.checkpoints.checksums import file_sha256
 from peagle_jax.checkpoints.drafter_export import save_drafter
 from peagle_jax.checkpoints.drafter_files import load_drafter
 from peagle_jax.checkpoints.fields import CheckpointError
@@ -19,7 +20,6 @@ from peagle_jax.checkpoints.shipped_heads import (
     CONFIG,
     KEY,
     WEIGHTS,
-    file_sha256,
     find_shipped_head,
     is_packed_head,
     load_shipped_head,

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from peagle_jax.checkpoints.checksums import file_sha256
 from peagle_jax.text.tokenizer import ChatTemplateError, Tokenizer
 from train.data.conversations import BadRow, Conversation, Row, check_sources, read_rows
 from train.data.pack import truncate, why_useless
 from train.data.prepared import (
     PreparedData,
     PreparedWriter,
-    file_digest,
     open_prepared,
     read_manifest,
 )
@@ -244,7 +244,7 @@ def _count_bad(row: BadRow, settings: PrepareSettings, report: Report) -> None:
 def _digest(sources: Sequence[Path], tokenizer: Tokenizer, settings: PrepareSettings) -> str:
     """SHA-256 over everything that the rows depend on."""
     files = [
-        {"name": str(path), "sha256": file_digest(path)}
+        {"name": str(path), "sha256": file_sha256(path)}
         for source in sources
         for path in (sorted(p for p in source.rglob("*") if p.is_file()) or [source])
     ]

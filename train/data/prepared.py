@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from peagle_jax.checkpoints.checksums import file_sha256
 from peagle_jax.checkpoints.safetensors_file import open_safetensors, write_safetensors
 from train.data.pack import Sample
 from train.data.vocabulary import DraftVocabulary, choose_vocabulary, count_tokens
@@ -134,7 +135,7 @@ class PreparedData:
     def verify(self) -> None:
         """Compare every file with its checksum. Raises ValueError naming the damaged file."""
         for name, entry in self.manifest["files"].items():
-            if file_digest(self.folder / name) != entry["sha256"]:
+            if file_sha256(self.folder / name) != entry["sha256"]:
                 raise ValueError(f"{self.folder / name}: checksum differs; prepare the data again.")
 
 
@@ -242,7 +243,7 @@ class PreparedWriter:
             "vocab_size": len(self.token_counts),
             "rows": len(self._offsets) - 1,
             "files": {
-                path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+                path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
                 for path in sorted(self._part.iterdir())
             },
         }
@@ -270,9 +271,3 @@ def _put_in_place(part: Path, target: Path) -> None:
         target.rename(old)
     part.rename(target)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,10 @@
+"""The checksum by which a file is known again."""
+
+import hashlib
+from pathlib import Path
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
